@@ -1,0 +1,280 @@
+"""Checkpoints: save, verify, find the newest good one, load.
+
+A checkpoint is a folder:
+    model.safetensors   the weights that are evaluated, by the plain network's names (no 'module.')
+    trainer.pt          optimizer state, and the trained weights where model.safetensors is their average
+    state.json          position, best so far, config, classes, preprocessing, format version
+    manifest.json       size and SHA-256 of the others, written last
+Nothing of it is unpickled: safetensors, JSON, and torch.load(weights_only=True).
+"""
+
+import hashlib
+import json
+import shutil
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from app.config import Config
+from app.data.images import DataInfo
+from app.errors import BadInput, TrainingFailed
+from app.metrics import Window
+from app.runs import checkpoint_name, checkpoint_names
+from app.storage import Storage
+
+FORMAT_VERSION = 1
+MODEL, TRAINER, STATE, MANIFEST = "model.safetensors", "trainer.pt", "state.json", "manifest.json"
+
+
+@dataclass
+class Best:
+    """The best validation so far, by accuracy, then by loss, which is None before the first."""
+
+    step: int = 0
+    accuracy: float = 0.0
+    loss: float | None = None
+    epochs_since: int = 0
+
+    def update(self, step: int, accuracy: float, loss: float) -> bool:
+        better = self.loss is None or (accuracy, -loss) > (self.accuracy, -self.loss)
+        if better:
+            self.step, self.accuracy, self.loss, self.epochs_since = step, accuracy, loss, 0
+        else:
+            self.epochs_since += 1
+        return better
+
+
+@dataclass
+class Position:
+    """Where a run stands: after `step` steps. All of it a resumed run needs beside weights and optimizer."""
+
+    step: int = 0
+    best: Best = field(default_factory=Best)
+    window: Window = field(default_factory=Window)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint, its tensors on the CPU."""
+
+    path: str
+    config: Config
+    info: DataInfo
+    position: Position
+    model: dict[str, torch.Tensor]
+    trainer: dict[str, Any]
+
+
+def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, contiguous and sharing no memory, as safetensors wants them."""
+    return {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+
+
+def _to_cpu(value: Any) -> Any:
+    """A nested state dict with its tensors copied to the CPU; strides are kept."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    return [_to_cpu(item) for item in value] if isinstance(value, list) else value
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside the training: save() copies the tensors and returns.
+
+    One checkpoint is under way at a time; a failed one raises TrainingFailed at the next save() or
+    wait(), which leaving the context calls. Older ones are removed after a new one is whole: the best
+    and the newest stay. One rank of a run is enabled, the others save nothing.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        config: Config,
+        info: DataInfo,
+        before_publish: Callable[[], None] = lambda: None,
+        enabled: bool = True,
+    ):
+        self._storage, self._config, self._info = storage, config, info
+        self._before_publish, self._enabled = before_publish, enabled
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.wait()
+
+    def save(
+        self, position: Position, network: nn.Module, optimizer: torch.optim.Optimizer, ema: nn.Module | None = None
+    ) -> None:
+        if not self._enabled:
+            return
+        self.wait()
+        trainer = {"optimizer": _to_cpu(optimizer.state_dict())}
+        if ema is not None:
+            trainer["trained_weights"] = _to_cpu(network.state_dict())
+        weights = snapshot((network if ema is None else ema).state_dict())
+        state = {
+            "format_version": FORMAT_VERSION,
+            **asdict(position),
+            "config": self._config.model_dump(),
+            "data": asdict(self._info),
+        }
+        self._thread = threading.Thread(
+            target=self._write, args=(position.step, position.best.step, weights, trainer, state), name="checkpoint"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is whole."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise TrainingFailed(
+                f"a checkpoint could not be saved to {self._storage.root}: {error}; the earlier ones are untouched"
+            ) from error
+
+    def _write(self, step: int, best_step: int, weights: Any, trainer: Any, state: dict[str, Any]) -> None:
+        folder = None
+        try:
+            folder = self._storage.new_folder()
+            write_folder(folder, weights, trainer, state)
+            self._before_publish()
+            self._storage.put_folder(folder, checkpoint_name(step), last=MANIFEST)
+            self._prune(checkpoint_name(best_step))
+        except Exception as error:  # handed to the training thread, which raises it
+            traceback.print_exc()
+            self._error = error
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _prune(self, best: str) -> None:
+        names = checkpoint_names(self._storage)
+        newest = [name for name in names if name != best][-(self._config.keep_checkpoints - (best in names)) :]
+        for name in names:
+            if name != best and name not in newest:
+                self._storage.delete_folder(name)
+
+
+def write_folder(folder: Path, weights: dict[str, torch.Tensor], trainer: Any, state: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / MODEL)
+    torch.save(trainer, folder / TRAINER)
+    (folder / STATE).write_text(json.dumps(state, indent=1, allow_nan=False))
+    manifest = {}
+    for name in (MODEL, TRAINER, STATE):
+        manifest[name] = {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def problem_with(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder; None if every file is what the manifest says."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        for name in (MODEL, TRAINER, STATE):
+            expected, path = manifest[name], folder / name
+            if path.stat().st_size != expected["size"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
+            if _sha256(path) != expected["sha256"]:
+                return f"{name} was changed after it was written (SHA-256 differs)"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be used: {error!r}"
+    return None
+
+
+def find_good(storage: Storage, warn: Callable[[str], None], prefer: str | None = None) -> str | None:
+    """The checkpoint `prefer`, else the newest one, that is good; warn(text) is called for each that is not."""
+    newest_first = checkpoint_names(storage)[::-1]
+    for name in sorted(newest_first, key=lambda name: name != prefer):  # a stable sort
+        problem = problem_with(storage.local_folder(name))
+        if problem is None:
+            return name
+        warn(f"skipping {storage.uri(name)}: {problem}")
+    return None
+
+
+def load_checkpoint(storage: Storage, name: str, info: DataInfo | None = None) -> Checkpoint:
+    """The checkpoint in a folder of the storage ("" for the storage itself).
+
+    Raises BadInput for a folder that is no checkpoint, is damaged, has a newer format, or is of other
+    data than info.
+    """
+    from safetensors.torch import load_file
+
+    folder, path = storage.local_folder(name), storage.uri(name)
+    problem = problem_with(folder)
+    if problem:
+        raise BadInput(f"{path} is no good checkpoint: {problem}")
+    state = json.loads((folder / STATE).read_text())
+    if state["format_version"] != FORMAT_VERSION:
+        raise BadInput(f"{path} has format {state['format_version']}, this version reads {FORMAT_VERSION}: upgrade")
+    found = DataInfo.from_json(state["data"])
+    if info is not None and info != found:
+        raise BadInput(f"{path} was trained on other data:\n  it has {found}\n  this is {info}")
+    return Checkpoint(
+        path=path,
+        config=Config(**state["config"]),
+        info=found,
+        position=Position(state["step"], Best(**state["best"]), Window(**state["window"])),
+        model=load_file(folder / MODEL),
+        trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),
+    )
+
+
+def load_weights(network: nn.Module, weights: dict[str, torch.Tensor], source: str) -> None:
+    """Copy weights into the network. Raises BadInput listing the keys and shapes that differ."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    lines = [f"  {name} {wanted[name]} is missing" for name in wanted if name not in found]
+    lines += [f"  {name} {found[name]} is not in the model" for name in found if name not in wanted]
+    lines += [
+        f"  {name} is {found[name]}, the model has {wanted[name]}"
+        for name in wanted
+        if name in found and found[name] != wanted[name]
+    ]
+    if lines:
+        more = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
+        raise BadInput(f"{source} is of another architecture:\n" + "\n".join(lines[:20] + more))
+    network.load_state_dict(weights)
+
+
+def load_weights_file(path: str) -> dict[str, torch.Tensor]:
+    """A state dict from a .safetensors file or a .pt file of plain tensors. Raises BadInput otherwise."""
+    import pickle
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if path.endswith(".safetensors"):
+            return load_file(path)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise BadInput(f"--weights {path}: no such file") from None
+    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
+        raise BadInput(f"--weights {path} is no file of plain tensors: {str(error).splitlines()[0]}") from None
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise BadInput(f"--weights {path} must hold a state dict: names and tensors")
+    return weights

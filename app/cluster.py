@@ -1,0 +1,93 @@
+"""Ray: a local one that starts and stops with the command, or the cluster that RAY_ADDRESS names."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from app.config import Config
+from app.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the run gets: use_gpu is --device auto decided; notes are for the person."""
+
+    use_gpu: bool
+    num_nodes: int
+    notes: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
+    """Connect to Ray, check that the run fits, and disconnect at the end. Raises BadInput."""
+    address = os.environ.get("RAY_ADDRESS")
+    os.environ.update(_settings(embedded=address is None))
+    import ray
+
+    notes: list[str] = []
+    options: dict[str, Any] = {"logging_level": "INFO" if verbose else "ERROR", "log_to_driver": verbose}
+    already_connected = ray.is_initialized()  # by a program that calls fit(), a sweep or a test
+    if address is None and not already_connected:
+        cores = os.cpu_count() or 1
+        needed = math.ceil(config.num_workers * config.cpus_per_worker)
+        if needed > cores:
+            # People try DDP on laptops: slower, and the same numbers.
+            notes.append(f"{config.num_workers} workers share {cores} CPU cores: slower than on as many cores")
+        ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
+    elif not already_connected:
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise BadInput(f"RAY_ADDRESS {address}: no cluster answers there: {error}") from None
+    try:
+        use_gpu = check_fits(config)
+        if not use_gpu and config.device == "auto" and (gpus := ray.cluster_resources().get("GPU", 0)):
+            notes.append(f"{gpus:g} GPUs are too few for {config.num_workers} workers: training on CPUs")
+        yield Cluster(use_gpu, sum(node["Alive"] for node in ray.nodes()), tuple(notes))
+    finally:
+        if not already_connected:
+            ray.shutdown()
+
+
+def _settings(embedded: bool) -> dict[str, str]:
+    """Ray's environment settings, without those that the user has set."""
+    settings = {
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else Ray makes a second environment for its workers
+        # Polls of the workers' health: also how soon a dead worker or the end is noticed.
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    }
+    if embedded:
+        settings |= {
+            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes a laptop away
+            "RAY_TRAIN_METRICS_ENABLED": "0",  # nothing scrapes them
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+    return {name: value for name, value in settings.items() if name not in os.environ}
+
+
+def check_fits(config: Config) -> bool:
+    """Whether the workers get GPUs. Raises BadInput if the cluster cannot hold them, now or after scaling up."""
+    import ray
+    from ray._private.state import state  # the only place that knows an autoscaler's limits
+
+    have = ray.cluster_resources()
+    limits = state.get_max_resources_from_cluster_config() or {}
+    most = {name: max(have.get(name, 0), limits.get(name, 0)) for name in ("CPU", "GPU")}
+    use_gpu = config.device == "cuda" or (config.device == "auto" and most["GPU"] >= config.num_workers)
+    if config.sync_batchnorm and not use_gpu:
+        raise BadInput("--sync-batchnorm needs GPUs, and this run has none: leave it out")
+    if use_gpu and most["GPU"] < config.num_workers:
+        raise BadInput(
+            f"--device cuda with --num-workers {config.num_workers} needs as many GPUs, "
+            f"and the cluster has {most['GPU']:g}: use fewer workers or --device cpu"
+        )
+    needed = config.num_workers * config.cpus_per_worker
+    if needed > most["CPU"]:
+        raise BadInput(
+            f"--num-workers {config.num_workers} x --cpus-per-worker {config.cpus_per_worker:g} needs {needed:g} CPUs, "
+            f"and the cluster has {most['CPU']:g}: lower one of them"
+        )
+    return use_gpu

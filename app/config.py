@@ -1,0 +1,310 @@
+"""The one Config: every setting's default, limits, unit and meaning stand here, once.
+
+A field's name is its command line flag (--batch-size), its YAML key (batch_size) and its MLflow
+parameter. This module imports neither torch nor ray nor mlflow: a wrong value is refused at once.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from app.errors import BadInput
+
+# What a setting does to the result, and so whether the same run may go on when it differs:
+#   result  changes the numbers: a resumed run must have the same value
+#   length  how long to train: may be raised, where the schedule does not depend on it
+#   free    where, how fast or how visibly: may differ at every start
+Effect = Literal["result", "length", "free"]
+
+DATASETS = (
+    "digits",
+    "mnist",
+    "fashion-mnist",
+    "cifar10",
+    "cifar100",
+    "image-folder",
+    "synthetic",
+)
+# 'pkg.module:attribute', the user's own
+CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+GROUPS = {
+    "run": "What the run is called and where its files go.",
+    "cluster": "What it runs on. Nothing here changes the result.",
+    "data": "What it learns from.",
+    "model": "What learns.",
+    "training": "How it learns. Steps and batches are global: they do not change with num_workers.",
+    "checkpoints": "What is saved, and when to stop.",
+    "tracking": "What is recorded.",
+}
+
+
+def setting(default: Any, group: str, help: str, *, effect: Effect = "result", **limits: Any) -> Any:
+    assert group in GROUPS
+    extra: dict[str, Any] = {"group": group, "effect": effect}
+    return Field(default, description=help, json_schema_extra=extra, **limits)
+
+
+class Config(BaseModel):
+    """All settings of a run. Raises BadInput, and nothing else, for values that cannot work."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    run_name: str | None = setting(
+        None, "run", "The run's identity: the same name resumes. Generated and printed when absent.", effect="free"
+    )
+    output_dir: str = setting(
+        "runs", "run", "Directory of all runs: a path, or a URI such as s3://bucket/runs.", effect="free"
+    )
+
+    num_workers: int = setting(1, "cluster", "Training processes (ranks).", effect="free", ge=1)
+    cpus_per_worker: float = setting(
+        1.0, "cluster", "CPU cores reserved for each worker; fractions are allowed.", effect="free", gt=0
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "cluster", "auto takes a GPU for each worker when the cluster has one.", effect="free"
+    )
+    loader_workers: int | None = setting(
+        None,
+        "cluster",
+        "DataLoader processes for each worker. Default: 0 for data in memory, 2 for data read from files.",
+        effect="free",
+        ge=0,
+    )
+    in_memory_mb: int = setting(
+        1024,
+        "cluster",
+        "Decoded images of an image-folder up to this size in MiB are held in memory, more are read as needed.",
+        effect="free",
+        ge=0,
+    )
+    max_failures: int = setting(
+        3, "cluster", "Times that training restarts by itself after a worker died.", effect="free", ge=0
+    )
+
+    dataset: str = setting("digits", "data", f"{', '.join(DATASETS)}, or package.module:callable for your own.")
+    data_dir: str | None = setting(
+        None, "data", "Where the data lies. Default for the torchvision data sets: data.", effect="free"
+    )
+    download: bool = setting(
+        True, "data", "Fetch a missing torchvision data set, once, before training.", effect="free"
+    )
+    val_fraction: float = setting(
+        0.1, "data", "Share of the training data held out for validation where there is no val split.", gt=0, lt=1
+    )
+    image_size: int | None = setting(
+        None, "data", "Pixels on a side that images are resized to. Default: the data set's own size.", ge=1, le=4096
+    )
+    image_channels: Literal[1, 3] | None = setting(
+        None, "data", "1 (grey) or 3 (RGB), for image-folder and synthetic. Default: 3."
+    )
+    synthetic_samples: int | None = setting(
+        None, "data", "Training samples of the synthetic data set. Default: 10000.", ge=10
+    )
+    synthetic_classes: int | None = setting(None, "data", "Classes of the synthetic data set. Default: 10.", ge=2)
+    augment: Literal["auto", "none", "shift", "flip-crop", "randaugment"] = setting(
+        "auto", "data", "Random changes to training images. auto: what is usual for the data set."
+    )
+    mixup: float = setting(0.0, "data", "Alpha of mixup; 0 is off.", ge=0)
+    cutmix: float = setting(0.0, "data", "Alpha of cutmix; 0 is off.", ge=0)
+
+    model: str = setting(
+        "mnist-cnn",
+        "model",
+        "mnist-cnn, any torchvision classification model by its name, or package.module:callable for your own.",
+    )
+    weights: str | None = setting(
+        None, "model", "Starting weights: a torchvision weights name (DEFAULT), or a .safetensors or .pt file."
+    )
+    sync_batchnorm: bool = setting(False, "model", "Batch norm over all workers' samples. GPUs only.")
+    ema_decay: float = setting(
+        0.0, "model", "Evaluate an exponential moving average of the weights; 0 is off.", ge=0, lt=1
+    )
+
+    epochs: int = setting(20, "training", "Passes over the training data.", effect="length", ge=1)
+    max_steps: int | None = setting(
+        None, "training", "Stop after this many optimizer steps, if that comes first.", effect="length", ge=1
+    )
+    batch_size: int = setting(128, "training", "Samples in one optimizer step, over all workers together.", ge=1)
+    grad_accumulation: int = setting(
+        1, "training", "Parts a worker cuts its share of the batch into, to save memory.", effect="free", ge=1
+    )
+    optimizer: Literal["sgd", "adam", "adamw"] = setting("adamw", "training", "The update rule.")
+    lr: float = setting(2e-3, "training", "Peak learning rate.", gt=0)
+    momentum: float | None = setting(None, "training", "Of sgd. Default: 0.9.", ge=0, lt=1)
+    weight_decay: float = setting(1e-2, "training", "Weight decay of the optimizer.", ge=0)
+    schedule: Literal["constant", "cosine", "linear", "step"] = setting(
+        "cosine", "training", "How the learning rate falls after the warm-up: cosine and linear end at 0."
+    )
+    step_epochs: int | None = setting(None, "training", "Epochs between drops of schedule step. Default: 10.", ge=1)
+    step_factor: float | None = setting(
+        None, "training", "What schedule step multiplies the rate by. Default: 0.1.", gt=0, lt=1
+    )
+    warmup_epochs: float = setting(1.0, "training", "Epochs over which the rate rises from 0.", ge=0)
+    label_smoothing: float = setting(0.0, "training", "Share of the target spread over all classes.", ge=0, lt=1)
+    grad_clip: float | None = setting(None, "training", "Largest norm of the gradient. Default: no clipping.", gt=0)
+    precision: Literal["fp32", "bf16"] = setting("fp32", "training", "bf16: autocast; weights stay in fp32.")
+    channels_last: bool = setting(
+        True, "training", "Memory layout of images that convolutions are faster in.", effect="free"
+    )
+    compile: bool = setting(False, "training", "torch.compile the model.", effect="free")
+    find_unused_parameters: bool = setting(
+        False, "training", "For models of which some parameters get no gradient in some steps.", effect="free"
+    )
+    seed: int = setting(0, "training", "Of the weights, the order, the augmentation and dropout.", ge=0, lt=2**32)
+    deterministic: bool = setting(
+        False, "training", "Only bit-reproducible GPU kernels; slower. CPUs always are.", effect="free"
+    )
+
+    checkpoint_every: int | None = setting(
+        None, "checkpoints", "Steps between checkpoints. Default: at each epoch's end.", effect="free", ge=1
+    )
+    keep_checkpoints: int = setting(
+        2, "checkpoints", "Checkpoints kept: the best and the newest ones.", effect="free", ge=2
+    )
+    early_stop_patience: int | None = setting(
+        None, "checkpoints", "Stop after this many epochs without a better val/accuracy.", effect="length", ge=1
+    )
+
+    log_every: int = setting(10, "tracking", "Steps between records of train/loss and perf/*.", effect="free", ge=1)
+    experiment: str = setting("evenkeel", "tracking", "MLflow experiment.", effect="free", min_length=1)
+    tracking_uri: str | None = setting(
+        None,
+        "tracking",
+        "MLflow server or database; none: record nothing. Default: MLFLOW_TRACKING_URI, else ./mlflow.db.",
+        effect="free",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_in_plain_words(cls, values: Any, handler: Any) -> Self:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            raise BadInput("\n".join(explain(detail) for detail in error.errors())) from None
+
+    @field_validator("run_name")
+    @classmethod
+    def _run_name_is_a_plain_name(cls, name: str | None) -> str | None:
+        # It becomes a directory's name, and Ray joins it to paths as it is.
+        if name is not None and (not RUN_NAME.fullmatch(name) or ".." in name):
+            raise ValueError(
+                "allowed are up to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-' and without '..'"
+            )
+        return name
+
+    @field_validator("dataset")
+    @classmethod
+    def _dataset_is_known(cls, name: str) -> str:
+        if name not in DATASETS and not CALLABLE.fullmatch(name):
+            raise ValueError(
+                f"allowed are {', '.join(DATASETS)} and package.module:callable{did_you_mean(name, DATASETS)}"
+            )
+        return name
+
+    @field_validator("model")
+    @classmethod
+    def _model_is_known(cls, name: str) -> str:
+        from app.models.names import MODELS, torchvision_models
+
+        known = (*MODELS, *torchvision_models())
+        if name not in known and not CALLABLE.fullmatch(name):
+            raise ValueError(
+                f"allowed are {', '.join(MODELS)}, torchvision's classification models (resnet18, ...) "
+                f"and package.module:callable{did_you_mean(name, known)}"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> Self:
+        for applies, name, where in (
+            (self.optimizer == "sgd", "momentum", "--optimizer sgd"),
+            (self.schedule == "step", "step_epochs", "--schedule step"),
+            (self.schedule == "step", "step_factor", "--schedule step"),
+            (self.dataset == "synthetic", "synthetic_samples", "--dataset synthetic"),
+            (self.dataset == "synthetic", "synthetic_classes", "--dataset synthetic"),
+            (self.dataset in ("synthetic", "image-folder"), "image_channels", "--dataset image-folder or synthetic"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not applies:
+                raise BadInput(f"{flag(name)} {value} has an effect only with {where}: leave it out")
+        if self.batch_size < self.num_workers:
+            raise BadInput(
+                f"--batch-size {self.batch_size} is less than --num-workers {self.num_workers}: the batch is shared "
+                "out over the workers, so each needs at least one sample; raise the one or lower the other"
+            )
+        if self.sync_batchnorm and self.device == "cpu":
+            raise BadInput("--sync-batchnorm needs GPUs, and --device is cpu: leave one of the two out")
+        if self.mixup and self.cutmix:
+            raise BadInput(f"--mixup {self.mixup} and --cutmix {self.cutmix} exclude each other: set one of them to 0")
+        if self.dataset == "image-folder" and self.data_dir is None:
+            raise BadInput("--dataset image-folder needs --data-dir, the folder with a subfolder for each class")
+        return self
+
+
+def flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def effect_of(field: str) -> Effect:
+    extra = Config.model_fields[field].json_schema_extra
+    assert isinstance(extra, dict)
+    return extra["effect"]  # type: ignore[return-value]  # written by setting(), which takes an Effect
+
+
+def group_of(field: str) -> str:
+    extra = Config.model_fields[field].json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra["group"])
+
+
+def did_you_mean(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def explain(detail: ErrorDetails) -> str:
+    """One of pydantic's errors in our words: the flag, the value and what is allowed."""
+    field, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
+    if detail["type"] == "extra_forbidden":
+        return f"{field} is no setting{did_you_mean(field, Config.model_fields)} (--help lists them)"
+    allowed = {
+        "greater_than": lambda: f"must be greater than {context['gt']}",
+        "greater_than_equal": lambda: f"must be at least {context['ge']}",
+        "less_than": lambda: f"must be less than {context['lt']}",
+        "less_than_equal": lambda: f"must be at most {context['le']}",
+        "literal_error": lambda: f"allowed are {context['expected']}",
+        "value_error": lambda: str(context["error"]),
+    }.get(detail["type"], lambda: detail["msg"][0].lower() + detail["msg"][1:])()
+    return f"{flag(field)} {value!r}: {allowed}" if isinstance(value, str) else f"{flag(field)} {value}: {allowed}"
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """The settings in a YAML file, checked on their own so that an error can name the file."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise BadInput(f"--config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"--config {path} is no YAML: {error}") from None
+    if not isinstance(values, Mapping):
+        raise BadInput(f"--config {path} must hold 'setting: value' lines, and holds {type(values).__name__}")
+    try:
+        Config.model_validate(dict(values))
+    except BadInput as error:
+        raise BadInput(f"--config {path}: {error}") from None
+    return dict(values)
+
+
+def to_yaml(config: Config) -> str:
+    import yaml
+
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)

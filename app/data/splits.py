@@ -1,0 +1,309 @@
+"""Data sets by name.
+
+load_splits() reads one in a worker; check_data() finds out on the driver, without importing torch
+where it can, whether that is going to work.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.config import CALLABLE, Config
+from app.data.folder import check_headers, scan_folder
+from app.errors import BadInput
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from app.data.images import DataInfo, ImageSet
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Held out of the digits for test; fixed, so that every run is measured on the same 20 %.
+DIGITS_TEST_FRACTION = 0.2
+FOLDER_IMAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A data set ready to be read. test is None where the data set has no test split."""
+
+    info: "DataInfo"
+    train: "ImageSet"
+    val: "ImageSet"
+    test: "ImageSet | None"
+
+    def named(self) -> "dict[str, ImageSet]":
+        splits = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: images for name, images in splits.items() if images is not None}
+
+    def __getitem__(self, name: str) -> "ImageSet":
+        if name not in self.named():
+            raise BadInput(f"--split {name}: this data has {', '.join(self.named())}")
+        return self.named()[name]
+
+
+@dataclass(frozen=True)
+class TorchvisionSet:
+    """A torchvision data set: its class, the file that shows it is there, and its pixels' statistics."""
+
+    name: str
+    marker: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+TORCHVISION = {
+    "mnist": TorchvisionSet("MNIST", "MNIST/raw/train-images-idx3-ubyte", (0.1307,), (0.3081,)),
+    "fashion-mnist": TorchvisionSet("FashionMNIST", "FashionMNIST/raw/train-images-idx3-ubyte", (0.2860,), (0.3530,)),
+    "cifar10": TorchvisionSet(
+        "CIFAR10", "cifar-10-batches-py/data_batch_1", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    ),
+    "cifar100": TorchvisionSet(
+        "CIFAR100", "cifar-100-python/train", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    ),
+}
+
+
+def check_data(config: Config) -> None:
+    """Raise BadInput for data that is not there or cannot be used; fetch a torchvision set that is missing."""
+    if config.dataset in TORCHVISION:
+        _fetch_if_missing(config)
+    elif config.dataset == "image-folder":
+        folder = scan_folder(_data_dir(config))
+        check_headers(folder)
+        _enough(len(folder.splits["train"][0]), config)
+    elif config.dataset == "synthetic":
+        _enough(config.synthetic_samples or 10_000, config)
+    elif CALLABLE.fullmatch(config.dataset):
+        find_callable("--dataset", config.dataset)
+
+
+def _enough(num_samples: int, config: Config) -> None:
+    if num_samples < config.num_workers:
+        raise BadInput(
+            f"--num-workers {config.num_workers}: there are only {num_samples} training samples; "
+            "use at most as many workers"
+        )
+
+
+def load_splits(config: Config) -> Splits:
+    """Read the data set. Raises BadInput for data that cannot be used."""
+    from app.data.images import DataInfo
+
+    if config.dataset == "image-folder":
+        splits = _load_folder(config)
+    elif CALLABLE.fullmatch(config.dataset):
+        splits = find_callable("--dataset", config.dataset)(config)
+        if not isinstance(splits, Splits):
+            raise BadInput(
+                f"--dataset {config.dataset} returned {type(splits).__name__}: "
+                "it must return app.data.splits.Splits (app.data.splits.from_arrays makes one)"
+            )
+    else:
+        splits = {"digits": _load_digits, "synthetic": _load_synthetic}.get(config.dataset, _load_torchvision)(config)
+    assert isinstance(splits.info, DataInfo)
+    _enough(len(splits.train.labels), config)
+    return splits
+
+
+def find_callable(flag: str, reference: str) -> Callable[..., Any]:
+    """'package.module:attribute' as the object, found from the directory the command was started in."""
+    module_name, _, attribute = reference.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise BadInput(f"{flag} {reference}: {error}; it is looked for from {os.getcwd()} and on PYTHONPATH") from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise BadInput(f"{flag} {reference}: {module_name} has no callable {attribute}")
+    return found
+
+
+def _data_dir(config: Config) -> str:
+    return config.data_dir or "data"
+
+
+def from_arrays(
+    train: "tuple[torch.Tensor, np.ndarray]",
+    val: "tuple[torch.Tensor, np.ndarray] | None" = None,
+    test: "tuple[torch.Tensor, np.ndarray] | None" = None,
+    *,
+    val_fraction: float,
+    class_names: tuple[str, ...],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    image_size: int | None = None,
+) -> Splits:
+    """Splits of images in memory, each a uint8 tensor (N, C, H, W) with labels (N,); val is held out where absent."""
+    from app.data.images import ImagesInMemory, resized
+
+    def in_memory(split: "tuple[torch.Tensor, np.ndarray]") -> ImagesInMemory:
+        pixels, labels = split
+        return ImagesInMemory(resized(pixels, image_size) if image_size else pixels, labels)
+
+    train_set = in_memory(train)
+    return _made(
+        train_set.image_shape,
+        class_names,
+        mean,
+        std,
+        train_set,
+        in_memory(val) if val else None,
+        in_memory(test) if test else None,
+        val_fraction,
+    )
+
+
+def _made(
+    input_shape: tuple[int, int, int],
+    class_names: tuple[str, ...],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    train: "ImageSet",
+    val: "ImageSet | None",
+    test: "ImageSet | None",
+    val_fraction: float,
+) -> Splits:
+    from app.data.images import DataInfo, Subset, stratified_split
+
+    if val is None:
+        kept, held = stratified_split(train.labels, val_fraction)
+        train, val = Subset(train, kept), Subset(train, held)
+    return Splits(DataInfo(input_shape, class_names, mean, std, len(train.labels)), train, val, test)
+
+
+def _load_digits(config: Config) -> Splits:
+    """scikit-learn's 1,797 handwritten digits, 8x8 with 17 grey levels, enlarged to 28x28 (or image_size)."""
+    import numpy as np
+    import torch
+    from sklearn.datasets import load_digits
+
+    from app.data.images import stratified_split
+
+    images, labels = map(np.asarray, load_digits(return_X_y=True))
+    pixels = torch.from_numpy((images * (255 / 16)).round().astype("uint8").reshape(-1, 1, 8, 8))
+    train, test = stratified_split(labels, DIGITS_TEST_FRACTION)
+    return from_arrays(
+        (pixels[torch.from_numpy(train)], labels[train]),
+        test=(pixels[torch.from_numpy(test)], labels[test]),
+        val_fraction=config.val_fraction,
+        class_names=tuple(str(digit) for digit in range(10)),
+        mean=(0.3051,),
+        std=(0.3249,),
+        image_size=config.image_size or 28,
+    )
+
+
+def _load_synthetic(config: Config) -> Splits:
+    """Noise around one random pattern per class: learnable, made at once, for measuring."""
+    import numpy as np
+    import torch
+
+    size, channels = config.image_size or 28, config.image_channels or 3
+    num_classes = config.synthetic_classes or 10
+    count = config.synthetic_samples or 10_000
+    generator = np.random.Generator(np.random.Philox(key=0))
+    patterns = generator.integers(0, 256, (num_classes, channels, size, size), np.uint8)
+
+    def split(samples: int) -> "tuple[torch.Tensor, np.ndarray]":
+        labels = np.arange(samples, dtype=np.int64) % num_classes
+        pixels = generator.integers(0, 256, (samples, channels, size, size), np.uint8)
+        return torch.from_numpy(pixels // 2 + patterns[labels] // 2), labels
+
+    return from_arrays(
+        split(count),
+        val=split(max(count // 10, 1)),
+        test=split(max(count // 10, 1)),
+        val_fraction=config.val_fraction,
+        class_names=tuple(str(label) for label in range(num_classes)),
+        mean=(0.5,) * channels,
+        std=(0.25,) * channels,
+    )
+
+
+def _load_torchvision(config: Config, download: bool = False) -> Splits:
+    import numpy as np
+    import torch
+    import torchvision.datasets
+
+    known = TORCHVISION[config.dataset]
+    cls = getattr(torchvision.datasets, known.name)
+
+    def split(train: bool) -> tuple[Any, tuple[torch.Tensor, np.ndarray]]:
+        try:
+            source = cls(_data_dir(config), train=train, download=download)
+        except (RuntimeError, OSError) as error:
+            raise BadInput(f"--data-dir {_data_dir(config)}: {known.name} could not be read: {error}") from None
+        pixels = torch.as_tensor(source.data)
+        pixels = pixels.permute(0, 3, 1, 2).contiguous() if pixels.ndim == 4 else pixels.unsqueeze(1)
+        return source, (pixels, np.asarray(source.targets, np.int64))
+
+    source, train = split(train=True)
+    _, test = split(train=False)
+    return from_arrays(
+        train,
+        test=test,
+        val_fraction=config.val_fraction,
+        class_names=tuple(source.classes),
+        mean=known.mean,
+        std=known.std,
+        image_size=config.image_size,
+    )
+
+
+def _fetch_if_missing(config: Config) -> None:
+    known, data_dir = TORCHVISION[config.dataset], _data_dir(config)
+    if (Path(data_dir) / known.marker).exists():
+        return
+    if not config.download:
+        raise BadInput(
+            f"--data-dir {data_dir}: no {known.name} there ({known.marker} is missing) and --no-download is set"
+        )
+    import torchvision.datasets
+
+    print(f"fetching {known.name} into {data_dir}")
+    try:
+        getattr(torchvision.datasets, known.name)(data_dir, download=True)
+    except (RuntimeError, OSError) as error:  # URLError is an OSError
+        raise BadInput(
+            f"--data-dir {data_dir}: no {known.name} there, and it could not be fetched ({error}); "
+            f"put its files there, so that {known.marker} exists, or connect to the network"
+        ) from None
+
+
+def _load_folder(config: Config) -> Splits:
+    import numpy as np
+
+    from app.data.images import ImageFiles
+
+    folder = scan_folder(_data_dir(config))
+    size, channels = config.image_size or FOLDER_IMAGE_SIZE, config.image_channels or 3
+    count = sum(len(paths) for paths, _ in folder.splits.values())
+    fits = count * channels * size * size <= config.in_memory_mb * 2**20
+
+    def image_set(split: str) -> "ImageSet | None":
+        if split not in folder.splits:
+            return None
+        paths, labels = folder.splits[split]
+        files = ImageFiles(paths, np.asarray(labels), size, channels)
+        return files.loaded() if fits else files
+
+    train = image_set("train")
+    assert train is not None
+    return _made(
+        (channels, size, size),
+        folder.class_names,
+        IMAGENET_MEAN if channels == 3 else (0.4490,),  # grey: the mean over ImageNet's channels
+        IMAGENET_STD if channels == 3 else (0.2260,),
+        train,
+        image_set("val"),
+        image_set("test"),
+        config.val_fraction,
+    )

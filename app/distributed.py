@@ -1,0 +1,122 @@
+"""Ranks, seeds and sums: the little that the loop needs to know of torch.distributed.
+
+Everything here also works in a process without a process group, which is then rank 0 of 1.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's place among the ranks."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size
+
+
+def current_world() -> World:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return World()
+    return World(dist.get_rank(), dist.get_world_size())
+
+
+# What a random number is for: keeps the streams of one seed apart.
+PURPOSES = {"weights": 0, "step": 1, "augment": 2, "mix": 3}
+
+
+def derive_seed(purpose: str, *key: int) -> int:
+    """A 63-bit seed, a function of the purpose and the key alone, unrelated for neighbouring keys.
+
+    Randomness is a function and not a state: what happens in a step depends on (seed, step, rank),
+    so a resumed run draws the same numbers without anything saved.
+    """
+    return int(np.random.SeedSequence((PURPOSES[purpose], *key)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class PendingSum:
+    """A sum over ranks under way, read later on the host: the step goes on while it travels.
+
+    values: a 1-D tensor on the device; summed in place.
+    """
+
+    def __init__(self, values: "torch.Tensor"):
+        import torch
+        import torch.distributed as dist
+
+        self._values, self._ready = values, None
+        self._work = dist.all_reduce(values, async_op=True) if dist.is_initialized() else None
+        if values.is_cuda:
+            # Copied and marked at this point of the stream: result() then waits for what was queued
+            # before, not for the backward pass queued after.
+            if self._work is not None:
+                self._work.wait()
+            self._values = values.to("cpu", non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def result(self) -> list[float]:
+        """The summed values. Waits for them: the only point of a step where the host waits."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        return self._values.tolist()
+
+
+def sum_over_ranks(values: "torch.Tensor") -> "torch.Tensor":
+    """values summed over all ranks, in place; every rank must call it."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def broadcast_from_rank_zero(tensors: "list[torch.Tensor]") -> None:
+    """Overwrite the tensors of all ranks with rank 0's; every rank must call it."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+
+
+def gather_rows(rows: "torch.Tensor") -> "torch.Tensor":
+    """The rows (n, m) of all ranks below each other (world size * n, m); n must be the same on each."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, rows)
+    return torch.cat(parts)
+
+
+def from_rank_zero(text: str | None) -> str | None:
+    """Rank 0's text on every rank, so that all act on one decision; every rank must call it."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return text
+    box = [text]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def any_rank(flag: bool, device: "torch.device") -> bool:
+    """Whether the flag is set on any rank; every rank must call it."""
+    import torch
+
+    return bool(sum_over_ranks(torch.tensor([float(flag)], device=device)).item())

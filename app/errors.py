@@ -1,0 +1,17 @@
+"""The errors a person is meant to read. Everything else is a bug and keeps its traceback."""
+
+
+class BadInput(Exception):
+    """A setting, a file or a cluster that cannot work. Exit code 2.
+
+    The message names the setting, its value, what is allowed and what to do. It is deliberately no
+    ValueError: pydantic and tyro would catch one and print their own text around it.
+    """
+
+
+class TrainingFailed(Exception):
+    """Training ran and could not go on. Exit code 1."""
+
+
+class NonFiniteLoss(TrainingFailed):
+    """The loss became NaN or infinite. Raised on every rank at the same step, before the update."""

@@ -1,0 +1,239 @@
+"""fit(config): a run from its name to its summary, on Ray. What the command, sweeps and tests call."""
+
+import importlib
+import os
+import platform
+import signal
+import subprocess
+import threading
+import time
+from concurrent.futures import Future
+from importlib.metadata import version
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from app.cluster import Cluster, connected
+from app.config import Config, to_yaml
+from app.data.splits import check_data
+from app.errors import BadInput
+from app.progress import Display
+from app.runs import (
+    Run,
+    Summary,
+    checkpoint_names,
+    checkpoint_storage,
+    open_run,
+    remove_leftovers,
+    resolved,
+    run_storage,
+    step_of,
+    tracking_directory,
+    write_run,
+)
+from app.tracking import DeliveryState, Tracker, without_credentials
+
+if TYPE_CHECKING:
+    from app.worker import Outcome
+
+MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+# How long a finished run waits for its records to be delivered: while MLflow answers, and once it does not.
+DELIVERY_S, UNREACHABLE_S = 180.0, 5.0
+LOOK_EVERY_S = 0.2
+
+
+def fit(config: Config, verbose: bool = False, display: Display | None = None) -> tuple[Summary, int]:
+    """Train, or go on with, the run that the config names. Returns how it ended and the exit code.
+
+    Raises BadInput for anything that cannot work; nothing of an earlier run is lost by it.
+    """
+    display = display or Display()
+    config = resolved(config)
+    tracking_uri = None if config.tracking_uri == "none" else config.tracking_uri
+    # From here on the config is written down and sent around: passwords stay here.
+    config = config.model_copy(update={"tracking_uri": without_credentials(config.tracking_uri or "")})
+    run = open_run(config)
+    if run.status == "finished" and run.summary is not None:
+        display.event(f"run {config.run_name} is finished; raise --epochs to go on, or choose another --run-name")
+        return run.summary, 0
+    run_storage(config).check_writable()
+    check_data(config)
+    display.event(f"run {config.run_name} in {run_storage(config).root}")
+
+    # torch takes seconds to import: beside Ray's start, not after it.
+    threading.Thread(target=importlib.import_module, args=("app.worker",), daemon=True).start()
+    with Interrupt() as interrupt, display, connected(config, verbose) as cluster:
+        for note in cluster.notes:
+            display.event(note)
+        remove_leftovers(config)
+        write_run(run)
+        tracker = start_tracker(config, tracking_uri)
+        tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
+        outcome = train_watched(config, cluster, tracker, display, interrupt)
+        summary = finish(config, outcome, tracker, display)
+    if outcome.exit_code == 2:
+        raise BadInput(outcome.error or "")
+    return summary, 128 + interrupt.signal if interrupt.signal and summary.status == "killed" else outcome.exit_code
+
+
+def start_tracker(config: Config, tracking_uri: str | None) -> Any:
+    """The Tracker as an actor on this node, which costs no CPU and comes back if its process dies."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_restarts": 3, "max_task_retries": 3, "scheduling_strategy": here}
+    root = run_storage(config).root
+    return (
+        ray.remote(Tracker)
+        .options(**options)
+        .remote(  # type: ignore[attr-defined]  # ray's stubs
+            str(tracking_directory(root)), root, tracking_uri, config.experiment, config.run_name
+        )
+    )
+
+
+def parameters(config: Config) -> dict[str, str]:
+    return {name: without_credentials(str(value)) for name, value in config.model_dump().items()}
+
+
+def tags(config: Config, cluster: Cluster) -> dict[str, str]:
+    found = {
+        "world_size": str(config.num_workers),
+        "device": "cuda" if cluster.use_gpu else "cpu",
+        "host_count": str(cluster.num_nodes),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "torchvision", "ray", "mlflow")},
+    }
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if commit.returncode == 0:  # started inside a git checkout
+        found["mlflow.source.git.commit"] = commit.stdout.strip()
+    return found
+
+
+class Interrupt:
+    """Ctrl-C and SIGTERM ask for a checkpoint and an orderly end; the second one leaves at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # only there can they be caught
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+
+
+def train_watched(config: Config, cluster: Cluster, tracker: Any, display: Display, interrupt: Interrupt) -> "Outcome":
+    """Run Ray Train in a thread; show its progress in this one, which also hears the signals."""
+    import ray
+
+    from app.worker import Outcome
+
+    training: Future[Outcome] = Future()
+
+    def work() -> None:
+        try:
+            training.set_result(train_on_ray(config, cluster, tracker))
+        except BaseException as error:  # raised again where the result is asked for
+            training.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    events_seen, stopping = 0, False
+    while True:
+        ended = not thread.is_alive()
+        live, events = ray.get(tracker.progress.remote(events_seen))
+        for event in events:
+            display.event(event)
+        events_seen += len(events)
+        display.show(live)
+        if ended:
+            return training.result()
+        if interrupt.signal is not None and not stopping:
+            stopping = True
+            tracker.request_stop.remote()
+            if live is None:  # no step was made: there is nothing to save
+                return Outcome("killed")
+            display.event("stopping after a checkpoint; once more to leave at once")
+        thread.join(LOOK_EVERY_S)
+
+
+def train_on_ray(config: Config, cluster: Cluster, tracker: Any) -> "Outcome":
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    from app.worker import Outcome, train_loop_per_worker
+
+    trainer = TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config={"config": config.model_dump(), "tracker": tracker},
+        scaling_config=ScalingConfig(
+            num_workers=config.num_workers,
+            use_gpu=cluster.use_gpu,
+            resources_per_worker={"CPU": config.cpus_per_worker} | ({"GPU": 1} if cluster.use_gpu else {}),
+        ),
+        # Checkpoints are ours (checkpoint.py), so Ray has no record of them that could be damaged or
+        # contradict what lies in the run's folder.
+        run_config=RunConfig(
+            name=config.run_name,
+            storage_path=config.output_dir,
+            failure_config=FailureConfig(max_failures=config.max_failures),
+        ),
+    )
+    try:
+        return cast(Outcome, trainer.fit().return_value)
+    except TrainingFailedError as error:
+        failure = ray.get(tracker.failure.remote())
+        message, exit_code = failure or (f"training failed: {error}", 1)
+        return Outcome("failed", error=message, exit_code=exit_code)
+
+
+def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display) -> Summary:
+    """Close the MLflow run, wait for its records to be delivered, and write down how the run ended."""
+    import ray
+
+    best = outcome.checkpoint if outcome.status == "finished" else None
+    ray.get(tracker.finish.remote(MLFLOW_STATUS[outcome.status], best))
+    began = unreachable_since = time.monotonic()
+    while True:
+        state: DeliveryState = ray.get(tracker.delivery_state.remote())  # type: ignore[assignment]  # ray's stubs
+        now = time.monotonic()
+        unreachable_since = unreachable_since if state.error else now
+        if state.all_sent or now - began > DELIVERY_S or now - unreachable_since > UNREACHABLE_S:
+            break
+        time.sleep(LOOK_EVERY_S)
+    if not state.all_sent:
+        display.event(
+            f"not everything is in MLflow yet; deliver it with: python -m app.tracking {run_storage(config).root}"
+        )
+    checkpoint, step = outcome.checkpoint, outcome.step
+    if checkpoint is None:  # the workers could not say
+        storage = checkpoint_storage(config)
+        names = checkpoint_names(storage)
+        checkpoint, step = (storage.uri(names[-1]), step_of(names[-1])) if names else (None, 0)
+    summary = Summary(
+        run_name=config.run_name or "",
+        run_id=state.run_id,
+        status=outcome.status,
+        checkpoint=checkpoint,
+        epoch=outcome.epoch,
+        step=step,
+        samples_seen=outcome.samples_seen,
+        samples_per_s=outcome.samples_per_s,
+        metrics=outcome.metrics,
+        error=outcome.error,
+    )
+    write_run(Run(config, outcome.status, summary))
+    return summary

@@ -1,0 +1,55 @@
+"""The best checkpoint as an MLflow model, from the checkpoint alone."""
+
+from importlib.metadata import version
+
+import torch
+from torch import nn
+
+from app.checkpoint import Checkpoint, load_checkpoint, load_weights
+from app.data.images import DataInfo
+from app.models import Normalize, build_model
+from app.storage import Storage
+
+
+class PixelClassifier(nn.Module):
+    """Pixels (N, C, H, W), uint8, to logits (N, num_classes), with the preprocessing inside."""
+
+    def __init__(self, network: nn.Module, info: DataInfo):
+        super().__init__()
+        self.normalize, self.network = Normalize(info), network
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.network(self.normalize(pixels))
+
+
+def load_classifier(checkpoint: Checkpoint) -> PixelClassifier:
+    network = build_model(checkpoint.config, checkpoint.info, pretrained=False)
+    load_weights(network, checkpoint.model, checkpoint.path)
+    return PixelClassifier(network, checkpoint.info).eval()
+
+
+def log_model(run_id: str, path: str) -> None:
+    """Log it with its signature; MLflow's load_model for PyTorch then gives a module from pixels to logits.
+
+    Stored as an exported program (pt2), which is read back without unpickling.
+    """
+    import mlflow
+    from mlflow.models import infer_signature
+    from mlflow.pytorch import log_model as log_pytorch_model
+
+    checkpoint = load_checkpoint(Storage(path), "")
+    classifier = load_classifier(checkpoint)
+    # Two images: an export from one would fix the batch size at 1.
+    example = torch.zeros(2, *checkpoint.info.input_shape, dtype=torch.uint8)
+    with torch.no_grad():
+        logits = classifier(example)
+    requirements = [f"{name}=={version(name)}" for name in ("mlflow", "torch", "torchvision")]
+    with mlflow.start_run(run_id=run_id):
+        log_pytorch_model(
+            classifier,
+            name="model",
+            signature=infer_signature(example.numpy(), logits.numpy()),
+            input_example=example.numpy(),
+            pip_requirements=requirements,  # given, so that MLflow need not find them out by running the model
+            metadata={"class_names": list(checkpoint.info.class_names), "checkpoint": path},
+        )

@@ -1,0 +1,42 @@
+"""--dry-run: everything that can be found out about a run without training."""
+
+import torch
+from torch.nn import functional as F
+
+from app.cluster import connected
+from app.config import Config
+from app.data.sampling import Schedule
+from app.data.splits import check_data, load_splits
+from app.distributed import World
+from app.models import Normalize
+from app.runs import open_run, run_storage
+from app.setup import build_network, training_loader
+
+
+def check(config: Config, verbose: bool) -> int:
+    """Print what was found, one line a subject. Raises BadInput at the first thing that cannot work."""
+    run = open_run(config)
+    print(f"ok  settings: run {config.run_name} is {'finished' if run.status == 'finished' else 'ready to start'}")
+    run_storage(config).check_writable()
+    print(f"ok  storage: {run_storage(config).root} can be written to")
+    check_data(config)
+    splits = load_splits(config)
+    sizes = {name: len(images.labels) for name, images in splits.named().items()}
+    shape = "x".join(map(str, splits.info.input_shape))
+    print(f"ok  data: {splits.info.num_classes} classes, images of {shape}, {sizes}")
+
+    network = build_network(config, splits.info, checkpoint=None)
+    schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
+    batch = next(iter(training_loader(config, splits, schedule, World(), 0, torch.device("cpu"))))
+    loss = F.cross_entropy(network(Normalize(splits.info)(batch["inputs"])), batch["targets"])
+    loss.backward()
+    count = sum(parameter.numel() for parameter in network.parameters())
+    print(f"ok  model: {config.model}, {count:,} parameters, loss {loss.item():.4f} on a batch of {len(batch['ids'])}")
+    print(f"ok  length: {schedule.total_steps:,} steps, {schedule.steps_per_epoch:,} an epoch")
+
+    with connected(config, verbose) as cluster:
+        device = "cuda" if cluster.use_gpu else "cpu"
+        print(f"ok  cluster: {config.num_workers} workers on {cluster.num_nodes} nodes, device {device}")
+        for note in cluster.notes:
+            print(f"    note: {note}")
+    return 0

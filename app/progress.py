@@ -1,0 +1,85 @@
+"""What the person sees while a run goes on: one live line in a terminal, plain lines in a pipe."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live as RichLive
+from rich.table import Table
+from rich.text import Text
+
+from app.tracking import Live
+
+PLAIN_EVERY_S = 10.0
+
+
+class Display:
+    """show() is called often; it draws in place, or prints a line at an interval and at each epoch's end."""
+
+    def __init__(self) -> None:
+        self.console = console()
+        self._live = RichLive(console=self.console, auto_refresh=False, transient=True)
+        self._began, self._printed_at = time.monotonic(), 0.0
+        self._printed: Live | None = None
+        self._first_step: tuple[float, int] | None = None
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._live.stop()
+
+    def event(self, text: str) -> None:
+        self.console.print(Text(text))
+
+    def show(self, live: Live | None) -> None:
+        now = time.monotonic()
+        if live is None:
+            if self.console.is_terminal:
+                waited = f"starting workers, {now - self._began:.0f} s"
+                self._live.update(Text(waited), refresh=True)
+            return
+        if self._first_step is None:
+            self._first_step = (now, live["step"])
+        line = Text(self._line(live, now))
+        if self.console.is_terminal:
+            self._live.update(line, refresh=True)
+            return
+        new_epoch = self._printed is None or live["epoch"] != self._printed["epoch"]
+        if live != self._printed and (new_epoch or now - self._printed_at >= PLAIN_EVERY_S):
+            self._printed, self._printed_at = live, now
+            self.console.print(line)
+
+    def _line(self, live: Live, now: float) -> str:
+        metrics = live["metrics"]
+        parts = [f"epoch {live['epoch']}/{live['epochs']}", f"step {live['step']}/{live['total_steps']}"]
+        for key, name, form in (
+            ("train/loss", "loss", ".4f"),
+            ("train/accuracy", "accuracy", ".4f"),
+            ("val/accuracy", "val", ".4f"),
+            ("perf/samples_per_s", "samples/s", ",.0f"),
+        ):
+            if key in metrics:
+                parts.append(f"{name} {metrics[key]:{form}}")
+        assert self._first_step is not None
+        started, first = self._first_step
+        if live["step"] > first:
+            left = (now - started) / (live["step"] - first) * (live["total_steps"] - live["step"])
+            parts.append(f"{int(left // 60)}:{int(left % 60):02d} left")
+        return "  ".join(parts)
+
+
+def print_table(rows: dict[str, str]) -> None:
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console().print(table)
+
+
+def console() -> Console:
+    """stdout; lines are not broken where they go to a file."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())

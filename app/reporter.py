@@ -1,0 +1,106 @@
+"""A worker's line to the Tracker: fire and forget, so that recording never slows a step.
+
+Only rank 0 sends records, since all ranks hold the same sums; the first rank of each node sends its
+node's system metrics.
+"""
+
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import psutil
+import ray
+
+from app.data.sampling import Schedule
+from app.distributed import World
+from app.tracking import Live
+
+STOP_POLL_S = 0.5
+LIVE_EVERY_S = 0.5
+SYSTEM_EVERY_S = 5.0
+
+
+class Reporter:
+    def __init__(self, tracker: Any, world: World, node_rank: int, local_rank: int):
+        self._tracker, self._node_rank, self._local_rank = tracker, node_rank, local_rank
+        self.is_rank_zero = world.rank == 0
+        self._live_at = 0.0
+        self._metrics: dict[str, float] = {}
+        self._stop, self._closed = threading.Event(), threading.Event()
+
+    def __enter__(self) -> Self:
+        if self.is_rank_zero:
+            threading.Thread(target=self._poll_stop, name="stop-poll", daemon=True).start()
+        if self._local_rank == 0:
+            threading.Thread(target=self._sample_system, name="system-metrics", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._closed.set()
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        if self.is_rank_zero:
+            self._tracker.metrics.remote(step, values)
+            self._metrics.update(values)
+
+    def live(self, step: int, schedule: Schedule, now: bool) -> None:
+        """Where the run stands, for the terminal; not more often than it is looked at, unless now."""
+        if not self.is_rank_zero or not (now or time.perf_counter() - self._live_at > LIVE_EVERY_S):
+            return
+        self._live_at = time.perf_counter()
+        self._tracker.live.remote(
+            Live(
+                step=step,
+                total_steps=schedule.total_steps,
+                epoch=schedule.epochs_begun(step),
+                epochs=schedule.epochs_begun(schedule.total_steps),
+                metrics=self._metrics,
+            )
+        )
+
+    def event(self, text: str) -> None:
+        if self.is_rank_zero:
+            self._tracker.event.remote(text)
+
+    def pictures(self, **arrays: np.ndarray) -> None:
+        if self.is_rank_zero:
+            ray.get(self._tracker.pictures.remote(**arrays))
+
+    def flush(self) -> None:
+        """Return when the Tracker has written down everything sent before."""
+        ray.get(self._tracker.flush.remote())
+
+    def fail(self, message: str, exit_code: int) -> None:
+        """From any rank: starting the workers again would not help."""
+        ray.get(self._tracker.fail.remote(message, exit_code))
+
+    def failure(self) -> tuple[str, int] | None:
+        return ray.get(self._tracker.failure.remote())
+
+    def stop_requested(self) -> bool:
+        return self._stop.is_set()
+
+    def _poll_stop(self) -> None:
+        while not self._closed.wait(STOP_POLL_S):
+            if ray.get(self._tracker.stop_requested.remote()):
+                self._stop.set()
+                return
+
+    def _sample_system(self) -> None:
+        import torch
+
+        psutil.cpu_percent()  # the first call starts the measurement
+        while not self._closed.wait(SYSTEM_EVERY_S):
+            memory = psutil.virtual_memory()
+            values = {
+                "cpu_utilization_percentage": psutil.cpu_percent(),
+                "system_memory_usage_megabytes": memory.used / 1e6,
+                "system_memory_usage_percentage": memory.percent,
+            }
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                free, total = torch.cuda.mem_get_info()
+                values["gpu_memory_usage_percentage"] = 100 * (1 - free / total)
+            prefixed = {f"system/node_{self._node_rank}/{key}": value for key, value in values.items()}
+            self._tracker.system_metrics.remote(prefixed)

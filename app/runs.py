@@ -1,0 +1,184 @@
+"""A run's name is its identity: start it, go on with it, or say that it is finished."""
+
+import json
+import os
+import secrets
+import shutil
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from app.config import Config, effect_of, flag
+from app.errors import BadInput
+from app.storage import Storage
+
+RUN = "run.json"
+Status = Literal["running", "finished", "failed", "killed"]
+LENGTH_DEPENDENT_SCHEDULES = ("cosine", "linear")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended: the JSON line for programs.
+
+    checkpoint: the best one, a folder; epoch: epochs begun; metrics: of the best checkpoint.
+    """
+
+    run_name: str
+    run_id: str | None
+    status: Status
+    checkpoint: str | None
+    epoch: int
+    step: int
+    samples_seen: int
+    samples_per_s: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), allow_nan=False)
+
+
+@dataclass(frozen=True)
+class Run:
+    """run.json: what the run is, and how it stands."""
+
+    config: Config
+    status: Status
+    summary: Summary | None = None
+
+
+def resolved(config: Config) -> Config:
+    """The config with a run name, and with paths that mean the same in every process."""
+    data_dir = config.data_dir
+    if data_dir is not None and "://" not in data_dir:
+        data_dir = os.path.abspath(data_dir)
+    elif data_dir is None and config.dataset not in ("digits", "synthetic") and ":" not in config.dataset:
+        data_dir = os.path.abspath("data")
+    uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        uri = "sqlite:///" + os.path.abspath(uri.removeprefix("sqlite:///"))
+    elif uri != "none" and "://" not in uri:
+        raise BadInput(
+            f"--tracking-uri {uri}: allowed are http(s)://SERVER, a database such as sqlite:///mlflow.db, and none"
+        )
+    return config.model_copy(
+        update={
+            "run_name": config.run_name or generated_name(config),
+            "output_dir": config.output_dir if "://" in config.output_dir else os.path.abspath(config.output_dir),
+            "data_dir": data_dir,
+            "tracking_uri": uri,
+        }
+    )
+
+
+def generated_name(config: Config) -> str:
+    words = [config.dataset, config.model, time.strftime("%m%d-%H%M%S"), secrets.token_hex(2)]
+    return "-".join(words).replace(":", ".")
+
+
+def run_storage(config: Config) -> Storage:
+    return Storage(f"{config.output_dir}/{config.run_name}")
+
+
+def checkpoint_storage(config: Config) -> Storage:
+    return Storage(f"{config.output_dir}/{config.run_name}/checkpoints")
+
+
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint-{step:09d}"
+
+
+def checkpoint_names(storage: Storage) -> list[str]:
+    """The checkpoints in a run's checkpoint storage, oldest first, good or not."""
+    return [name for name in storage.names("") if name.startswith("checkpoint-")]
+
+
+def step_of(checkpoint: str) -> int:
+    return int(checkpoint.removeprefix("checkpoint-"))
+
+
+def tracking_directory(run_root: str) -> Path:
+    """Where the spool lies: with the run's files, or below ./runs when these are in an object store."""
+    return (
+        Path(run_root) / "tracking"
+        if "://" not in run_root
+        else Path("runs", Path(run_root).name, "tracking").resolve()
+    )
+
+
+def read_run(storage: Storage) -> Run | None:
+    """run.json; None if there is none. Raises BadInput if it cannot be used."""
+    data = storage.read(RUN)
+    if data is None:
+        return None
+    try:
+        content: dict[str, Any] = json.loads(data)
+        summary = content["summary"]
+        return Run(Config(**content["config"]), content["status"], Summary(**summary) if summary else None)
+    except (ValueError, KeyError, TypeError, BadInput) as error:
+        raise BadInput(
+            f"{storage.uri(RUN)} cannot be used ({error}); restore it, or start afresh with another --run-name"
+        ) from None
+
+
+def write_run(run: Run) -> None:
+    content = {
+        "status": run.status,
+        "summary": asdict(run.summary) if run.summary else None,
+        "config": run.config.model_dump(),
+    }
+    run_storage(run.config).write(RUN, json.dumps(content, indent=1, allow_nan=False).encode())
+
+
+def open_run(config: Config) -> Run:
+    """The run by this name, ready to go on, or a new one.
+
+    A finished run that has nothing left to do comes back as finished. Raises BadInput where the config
+    would change the result of the run that has this name.
+    """
+    storage = run_storage(config)
+    known = read_run(storage)
+    if known is None:
+        return Run(config, "running")
+    refuse_changes(known.config, config)
+    longer = any(getattr(known.config, name) != getattr(config, name) for name in length_fields())
+    if known.status == "finished" and not longer:
+        return known
+    return Run(config, "running")
+
+
+def length_fields() -> list[str]:
+    return [name for name in Config.model_fields if effect_of(name) == "length"]
+
+
+def refuse_changes(old: Config, new: Config) -> None:
+    """Raise BadInput, with both values, for every field that differs and would change the result."""
+    lines = []
+    for name in Config.model_fields:
+        before, after = getattr(old, name), getattr(new, name)
+        if before == after or effect_of(name) == "free":
+            continue
+        note = ""
+        if effect_of(name) == "length":
+            raised = after is None or (before is not None and after > before)
+            if raised and not (name in ("epochs", "max_steps") and old.schedule in LENGTH_DEPENDENT_SCHEDULES):
+                continue
+            note = " (it can only be raised)"
+            if raised:
+                note = f" (--schedule {old.schedule} depends on it: the steps already done would have been different)"
+        lines.append(f"  {flag(name)}: it has {before}, you gave {after}{note}")
+    if lines:
+        raise BadInput(
+            f"--run-name {old.run_name} exists, with settings that give another result:\n" + "\n".join(lines) + "\n"
+            "Give its settings to go on with it, or another --run-name to start afresh"
+        )
+
+
+def remove_leftovers(config: Config) -> None:
+    """Half-written checkpoints of a process that was killed."""
+    storage = checkpoint_storage(config)
+    if storage.local and storage.local.is_dir():
+        for folder in storage.local.glob(".unfinished-*"):
+            shutil.rmtree(folder)

@@ -1,0 +1,126 @@
+"""Files of a run, on a disk or at a URI (s3://bucket/runs), through one set of functions.
+
+A file or a folder appears whole or not at all on a disk (written beside its place, then renamed).
+Object stores cannot rename folders: there a checkpoint's manifest, written last, makes it whole.
+"""
+
+import os
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+
+from app.errors import BadInput
+
+
+class Storage:
+    """The files below one root. Paths are relative to it, with '/'."""
+
+    def __init__(self, root: str):
+        self.root = root.rstrip("/")
+        self.local = Path(self.root) if "://" not in self.root else None
+        self._filesystem = self._base = None
+
+    def _remote(self):  # a pyarrow FileSystem: imported where it is needed
+        if self._filesystem is None:
+            import pyarrow
+            from pyarrow.fs import FileSystem
+
+            try:
+                self._filesystem, self._base = FileSystem.from_uri(self.root)
+            except (pyarrow.ArrowInvalid, OSError) as error:
+                raise BadInput(f"--output-dir {self.root}: {error}") from None
+        return self._filesystem
+
+    def uri(self, path: str) -> str:
+        """The path as a person or a program would name it."""
+        return f"{self.root}/{path}"
+
+    def names(self, path: str) -> list[str]:
+        """Names in a folder, sorted; none if there is no such folder."""
+        if self.local:
+            folder = self.local / path
+            return sorted(os.listdir(folder)) if folder.is_dir() else []
+        from pyarrow.fs import FileSelector
+
+        found = self._remote().get_file_info(FileSelector(f"{self._base}/{path}", allow_not_found=True))
+        return sorted(info.base_name for info in found)
+
+    def read(self, path: str) -> bytes | None:
+        """A file's bytes; None if there is no such file."""
+        try:
+            if self.local:
+                return (self.local / path).read_bytes()
+            with self._remote().open_input_stream(f"{self._base}/{path}") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: str, data: bytes) -> None:
+        """Replace a file. Raises OSError if it cannot be written."""
+        if self.local:
+            target = self.local / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+            with open(beside, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+            return
+        filesystem = self._remote()
+        filesystem.create_dir(f"{self._base}/{path}".rpartition("/")[0], recursive=True)
+        with filesystem.open_output_stream(f"{self._base}/{path}") as file:
+            file.write(data)
+
+    def put_folder(self, source: Path, path: str, last: str) -> None:
+        """Move a local folder to path, the file `last` after all others."""
+        if self.local:
+            target = self.local / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():  # an unfinished or damaged one of the same step
+                shutil.rmtree(target)
+            os.rename(source, target)
+            return
+        filesystem = self._remote()
+        filesystem.create_dir(f"{self._base}/{path}", recursive=True)
+        for name in sorted(os.listdir(source), key=lambda name: name == last):
+            with (source / name).open("rb") as read, filesystem.open_output_stream(f"{self._base}/{path}/{name}") as to:
+                shutil.copyfileobj(read, to, 2**24)
+        shutil.rmtree(source)
+
+    def new_folder(self) -> Path:
+        """An empty local folder to build one for put_folder in; on a disk, on the same disk."""
+        if self.local:
+            self.local.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".unfinished-", dir=self.local))
+
+    def local_folder(self, path: str) -> Path:
+        """The folder on this machine's disk: where it is, or fetched into a temporary folder."""
+        if self.local:
+            return self.local / path
+        target = Path(tempfile.mkdtemp(prefix="evenkeel-"))
+        for name in self.names(path):
+            data = self.read(f"{path}/{name}")
+            assert data is not None
+            (target / name).write_bytes(data)
+        return target
+
+    def delete_folder(self, path: str) -> None:
+        if self.local:
+            shutil.rmtree(self.local / path)
+        else:
+            self._remote().delete_dir(f"{self._base}/{path}")
+
+    def check_writable(self) -> None:
+        """Raise BadInput if nothing can be written here."""
+        try:
+            self.write(".writable", b"")
+            if self.local:
+                (self.local / ".writable").unlink()
+            else:
+                self._remote().delete_file(f"{self._base}/.writable")
+        except OSError as error:
+            raise BadInput(
+                f"--output-dir: {self.root} cannot be written to ({error.strerror or error}); choose another one"
+            ) from None

@@ -1,0 +1,230 @@
+"""What each worker does: the only module of the loop that knows Ray Train.
+
+data -> restore -> model -> optimizer -> loaders -> steps: train, record, evaluate, save -> test
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import ray.train
+import ray.train.torch
+import torch
+
+from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint, load_weights
+from app.config import Config
+from app.data.sampling import Schedule
+from app.data.splits import Splits, load_splits
+from app.distributed import any_rank, current_world, from_rank_zero
+from app.errors import BadInput, NonFiniteLoss, TrainingFailed
+from app.loop import Training, evaluate, train
+from app.metrics import Window
+from app.models import Normalize
+from app.optim import build_optimizer, learning_rate
+from app.reporter import Reporter
+from app.runs import Status, checkpoint_name, checkpoint_storage
+from app.setup import build_ema, build_network, evaluation_loader, set_up_torch, training_loader
+from app.storage import Storage
+
+NUM_WORST = 25
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the training ended. metrics are the best checkpoint's; error and exit_code are set when it failed."""
+
+    status: Status
+    checkpoint: str | None = None
+    epoch: int = 0
+    step: int = 0
+    samples_seen: int = 0
+    samples_per_s: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    exit_code: int = 0
+
+
+class RefusedTogether(Exception):
+    """Every rank knows that the input is bad: all return, and none waits for another."""
+
+
+def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
+    """Train as task["config"] says, reporting to the actor task["tracker"]. Rank 0's Outcome is the run's."""
+    config, context = Config(**task["config"]), ray.train.get_context()
+    with Reporter(task["tracker"], current_world(), context.get_node_rank(), context.get_local_rank()) as reporter:
+        if failure := reporter.failure():  # of the workers before these, see below
+            return Outcome("failed", error=failure[0], exit_code=failure[1])
+        try:
+            return run(config, reporter)
+        except RefusedTogether as error:
+            return Outcome("failed", error=str(error), exit_code=2)
+        except (BadInput, TrainingFailed) as error:
+            # On this rank only, and the others wait for it: Ray has to end them. The workers it then
+            # starts return at once with this message.
+            reporter.fail(str(error), 2 if isinstance(error, BadInput) else 1)
+            raise
+
+
+def run(config: Config, reporter: Reporter) -> Outcome:
+    world, device, storage = current_world(), ray.train.torch.get_device(), checkpoint_storage(config)
+
+    found = agreed_checkpoint(storage, reporter)
+
+    def prepare() -> tuple[Splits, Checkpoint | None, torch.nn.Module]:
+        set_up_torch(config, device)
+        splits = load_splits(config)
+        checkpoint = load_checkpoint(storage, found, splits.info) if found else None
+        return splits, checkpoint, build_network(config, splits.info, checkpoint)
+
+    splits, checkpoint, network = together(prepare, reporter, device)
+    if checkpoint is not None:
+        reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
+    ddp_options = {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
+    model = ray.train.torch.prepare_model(network, parallel_strategy_kwargs=ddp_options)
+    optimizer = build_optimizer(config, list(network.parameters()))
+    if checkpoint is not None:
+        optimizer.load_state_dict(checkpoint.trainer["optimizer"])
+    schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
+    training = Training(
+        config=config,
+        schedule=schedule,
+        world=world,
+        device=device,
+        network=network,
+        model=cast(torch.nn.Module, torch.compile(model)) if config.compile else model,
+        normalize=Normalize(splits.info).to(device),
+        optimizer=optimizer,
+        ema=build_ema(config, network, checkpoint),
+    )
+    position = checkpoint.position if checkpoint else Position()
+    # Left alone, prepare_data_loader would put a padding DistributedSampler of seed 0 in the place of
+    # our order and batches: it moves batches to the device, and nothing else.
+    to_device = partial(ray.train.torch.prepare_data_loader, add_dist_sampler=False)
+    train_loader = to_device(training_loader(config, splits, schedule, world, position.step, device))
+    val_loader = to_device(evaluation_loader(config, splits.val, world, device))
+
+    status: Status = "finished"
+    error, began_at, train_seconds = None, position.step, 0.0
+    with CheckpointWriter(storage, config, splits.info, reporter.flush, enabled=world.rank == 0) as writer:
+        if checkpoint is None:
+            writer.save(position, network, optimizer, training.ema)  # there is always one to go back to
+        steps = train(training, train_loader, reporter.stop_requested) if wants_more(config, position) else ()
+        try:
+            for result in steps:
+                position.step = result.step + 1
+                position.window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
+                train_seconds += result.seconds
+                last = position.step == schedule.total_steps
+                epoch_ended = last or position.step % schedule.steps_per_epoch == 0
+
+                # once in a while: record
+                if last or position.step % config.log_every == 0:
+                    rate = learning_rate(result.step, config, schedule)
+                    reporter.metrics(position.step, {**position.window.metrics(), "lr": rate})
+                    position.window = Window()
+
+                # at an epoch's end: evaluate
+                improved = False
+                if epoch_ended:
+                    validation = evaluate(
+                        training.evaluated, training.normalize, val_loader, splits.info.num_classes, config, device
+                    )
+                    reporter.metrics(position.step, validation.metrics("val"))
+                    improved = position.best.update(position.step, validation.accuracy, validation.loss)
+                reporter.live(position.step, schedule, now=epoch_ended)
+
+                # when it is due: save
+                due = epoch_ended if config.checkpoint_every is None else position.step % config.checkpoint_every == 0
+                if due or improved or last or result.stop:
+                    writer.save(position, network, optimizer, training.ema)
+                if result.stop and not last:
+                    status = "killed"
+                    break
+                if not wants_more(config, position):
+                    break
+        except NonFiniteLoss as failure:  # on every rank at the same step
+            status, error = "failed", str(failure)
+
+    # at the end: test the best weights
+    best_name = agreed_checkpoint(storage, reporter, prefer=checkpoint_name(position.best.step))
+    assert best_name is not None
+    metrics = (
+        {"val/accuracy": position.best.accuracy, "val/loss": position.best.loss}
+        if position.best.loss is not None
+        else {}
+    )
+    if status == "finished":
+        metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
+        reporter.metrics(position.step, metrics)
+    samples = schedule.samples_before(position.step)
+    return Outcome(
+        status,
+        checkpoint=storage.uri(best_name),
+        epoch=schedule.epochs_begun(position.step),
+        step=position.step,
+        samples_seen=samples,
+        samples_per_s=(samples - schedule.samples_before(began_at)) / train_seconds if train_seconds else None,
+        metrics=metrics,
+        error=error,
+        exit_code=1 if status == "failed" else 0,
+    )
+
+
+def wants_more(config: Config, position: Position) -> bool:
+    """False once early stopping has run out of patience."""
+    return config.early_stop_patience is None or position.best.epochs_since < config.early_stop_patience
+
+
+def together(work: Callable[[], T], reporter: Reporter, device: torch.device) -> T:
+    """work(), or RefusedTogether on all ranks if it raised BadInput on any."""
+    result = None
+    try:
+        result = work()
+    except BadInput as error:
+        reporter.fail(str(error), 2)
+    if any_rank(result is None, device):
+        failure = reporter.failure()
+        assert failure is not None
+        raise RefusedTogether(failure[0])
+    assert result is not None
+    return result
+
+
+def agreed_checkpoint(storage: Storage, reporter: Reporter, prefer: str | None = None) -> str | None:
+    """The name of the checkpoint `prefer`, or else of the newest one, that is good. Rank 0 decides for all."""
+    return from_rank_zero(find_good(storage, reporter.event, prefer) if reporter.is_rank_zero else None)
+
+
+def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporter) -> dict[str, float]:
+    """Measure the best weights on the test split, or on val where there is none; the numbers and what the
+    final pictures are drawn from go to the Tracker."""
+    name, images = ("test", splits.test) if splits.test is not None else ("val", splits.val)
+    load_weights(training.network, best.model, best.path)
+    loader = ray.train.torch.prepare_data_loader(
+        evaluation_loader(training.config, images, training.world, training.device), add_dist_sampler=False
+    )
+    result = evaluate(
+        training.network,
+        training.normalize,
+        loader,
+        splits.info.num_classes,
+        training.config,
+        training.device,
+        NUM_WORST,
+    )
+    worst = result.worst
+    if reporter.is_rank_zero:
+        reporter.pictures(
+            split=np.array(name),
+            class_names=np.array(splits.info.class_names),
+            confusion=np.array(result.confusion),
+            images=images.images(np.array([mistake.sample_id for mistake in worst], np.int64)).numpy(),
+            targets=np.array([mistake.target for mistake in worst], np.int64),
+            predictions=np.array([mistake.prediction for mistake in worst], np.int64),
+            losses=np.array([mistake.loss for mistake in worst]),
+        )
+    return result.metrics(name)
