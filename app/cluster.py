@@ -58,6 +58,7 @@ def _settings(embedded: bool) -> dict[str, str]:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else Ray makes a second environment for its workers
         # Polls of the workers' health: also how soon a dead worker or the end is noticed.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+        "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers find the user's modules where the command was started
     }
     if embedded:
         settings |= {

@@ -79,7 +79,7 @@ def evaluate_share(
     from app.data.splits import check_data, load_splits
     from app.distributed import World
     from app.loop import evaluate
-    from app.models import Normalize, build_model
+    from app.models.build import Normalize, build_model
     from app.setup import evaluation_loader
 
     if device_name == "cuda" and not torch.cuda.is_available():

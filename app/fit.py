@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from app.cluster import Cluster, connected
-from app.config import Config, to_yaml
+from app.config import CALLABLE, Config, to_yaml
 from app.data.splits import check_data
 from app.errors import BadInput
 from app.progress import Display
@@ -31,6 +31,7 @@ from app.runs import (
     write_run,
 )
 from app.tracking import DeliveryState, Tracker, without_credentials
+from app.user_code import find_callable
 
 if TYPE_CHECKING:
     from app.worker import Outcome
@@ -55,8 +56,10 @@ def fit(config: Config, verbose: bool = False, display: Display | None = None) -
     if run.status == "finished" and run.summary is not None:
         display.event(f"run {config.run_name} is finished; raise --epochs to go on, or choose another --run-name")
         return run.summary, 0
-    run_storage(config).check_writable()
     check_data(config)
+    if CALLABLE.fullmatch(config.model):
+        find_callable("--model", config.model)
+    run_storage(config).check_writable()
     display.event(f"run {config.run_name} in {run_storage(config).root}")
 
     # torch takes seconds to import: beside Ray's start, not after it.

@@ -7,7 +7,7 @@ from torch import nn
 
 from app.checkpoint import Checkpoint, load_checkpoint, load_weights
 from app.data.images import DataInfo
-from app.models import Normalize, build_model
+from app.models.build import Normalize, build_model
 from app.storage import Storage
 
 

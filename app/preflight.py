@@ -8,7 +8,7 @@ from app.config import Config
 from app.data.sampling import Schedule
 from app.data.splits import check_data, load_splits
 from app.distributed import World
-from app.models import Normalize
+from app.models.build import Normalize
 from app.runs import open_run, run_storage
 from app.setup import build_network, training_loader
 

@@ -17,7 +17,7 @@ from app.data.sampling import EvaluationBatches, Schedule, TrainingBatches
 from app.data.splits import Splits
 from app.distributed import World, derive_seed
 from app.errors import BadInput
-from app.models import build_model, is_file
+from app.models.build import build_model, is_file
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:

@@ -53,7 +53,7 @@ class Storage:
                 return (self.local / path).read_bytes()
             with self._remote().open_input_stream(f"{self._base}/{path}") as file:
                 return file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write(self, path: str, data: bytes) -> None:

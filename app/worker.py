@@ -21,7 +21,7 @@ from app.distributed import any_rank, current_world, from_rank_zero
 from app.errors import BadInput, NonFiniteLoss, TrainingFailed
 from app.loop import Training, evaluate, train
 from app.metrics import Window
-from app.models import Normalize
+from app.models.build import Normalize
 from app.optim import build_optimizer, learning_rate
 from app.reporter import Reporter
 from app.runs import Status, checkpoint_name, checkpoint_storage

@@ -4,10 +4,6 @@ load_splits() reads one in a worker; check_data() finds out on the driver, witho
 where it can, whether that is going to work.
 """
 
-import importlib
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import CALLABLE, Config
 from app.data.folder import check_headers, scan_folder
 from app.errors import BadInput
+from app.user_code import find_callable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,21 +106,6 @@ def load_splits(config: Config) -> Splits:
     assert isinstance(splits.info, DataInfo)
     _enough(len(splits.train.labels), config)
     return splits
-
-
-def find_callable(flag: str, reference: str) -> Callable[..., Any]:
-    """'package.module:attribute' as the object, found from the directory the command was started in."""
-    module_name, _, attribute = reference.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise BadInput(f"{flag} {reference}: {error}; it is looked for from {os.getcwd()} and on PYTHONPATH") from None
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise BadInput(f"{flag} {reference}: {module_name} has no callable {attribute}")
-    return found
 
 
 def _data_dir(config: Config) -> str:

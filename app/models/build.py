@@ -1,0 +1,72 @@
+"""Models by name: build_model() makes one for a data set's classes and image shape."""
+
+import torch
+from torch import nn
+
+from app.config import CALLABLE, Config
+from app.data.images import DataInfo
+from app.errors import BadInput
+from app.models.mnist_cnn import MnistCnn
+from app.models.names import MODELS
+from app.models.zoo import build_torchvision
+from app.user_code import find_callable
+
+
+def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> nn.Module:
+    """A network from normalized images (N, C, H, W) to logits (N, num_classes), on the CPU, checked.
+
+    pretrained=False leaves torchvision's weights out: a checkpoint's are about to replace them.
+    Raises BadInput for a network that cannot be built or that does not take these images.
+    """
+    if config.model in MODELS:
+        model: nn.Module = MnistCnn(info.input_shape, info.num_classes)
+    elif CALLABLE.fullmatch(config.model):
+        model = find_callable("--model", config.model)(num_classes=info.num_classes, input_shape=info.input_shape)
+        if not isinstance(model, nn.Module):
+            raise BadInput(f"--model {config.model} returned {type(model).__name__}: it must return a torch.nn.Module")
+    else:
+        weights = config.weights if pretrained and not is_file(config.weights) else None
+        model = build_torchvision(config.model, info, weights)
+    _check(model, config.model, info)
+    return model
+
+
+def is_file(weights: str | None) -> bool:
+    """Whether --weights names a file rather than one of torchvision's weights."""
+    return weights is not None and weights.endswith((".safetensors", ".pt", ".pth"))
+
+
+def _check(model: nn.Module, name: str, info: DataInfo) -> None:
+    """Two black images must give two rows of logits."""
+    training = model.training
+    model.eval()
+    shape = "x".join(str(side) for side in info.input_shape)
+    try:
+        with torch.no_grad():
+            logits = model(torch.zeros(2, *info.input_shape))
+    except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
+        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise BadInput(
+            f"--model {name} does not take images of {shape}: {reason[0]}; another --image-size may suit it"
+        ) from error
+    finally:
+        model.train(training)
+    if not isinstance(logits, torch.Tensor) or logits.shape != (2, info.num_classes):
+        got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise BadInput(f"--model {name} gives {got} for 2 images of {shape}: expected logits (2, {info.num_classes})")
+
+
+class Normalize(nn.Module):
+    """uint8 or float pixels 0..255 (N, C, H, W) to float32 of zero mean and unit variance per channel."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self, info: DataInfo):
+        super().__init__()
+        shape = (1, len(info.mean), 1, 1)
+        self.register_buffer("scale", (1 / (255 * torch.tensor(info.std))).view(shape), persistent=False)
+        self.register_buffer("shift", (torch.tensor(info.mean) / torch.tensor(info.std)).view(shape), persistent=False)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.float() * self.scale - self.shift

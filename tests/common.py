@@ -1,0 +1,118 @@
+"""Small data, small networks and several ranks: what the tests are made of."""
+
+import multiprocessing
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+
+from app.config import Config
+from app.data.sampling import Schedule
+from app.data.splits import Splits, from_arrays
+from app.distributed import current_world
+from app.loop import Training
+from app.models.build import Normalize
+from app.optim import build_optimizer
+from app.setup import build_ema, training_loader
+
+
+class PlainNet(nn.Module):
+    """No dropout, no batch norm: what is left must not depend on the number of ranks."""
+
+    def __init__(self, num_classes: int = 4, input_shape: tuple[int, int, int] = (1, 8, 8)):
+        super().__init__()
+        self.conv = nn.Conv2d(input_shape[0], 8, 3)
+        self.fc = nn.Linear(8 * (input_shape[1] - 2) * (input_shape[2] - 2), num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.fc(F.relu(self.conv(images)).flatten(1))
+
+
+def tiny_splits(config: Config) -> Splits:
+    """57 + 11 + 11 images of 8x8 in 4 classes; also usable as --dataset tests.common:tiny_splits."""
+    generator = np.random.default_rng(5)
+    patterns = generator.integers(0, 256, (4, 1, 8, 8))
+
+    def split(count: int) -> tuple[torch.Tensor, np.ndarray]:
+        labels = np.arange(count) % 4
+        noise = generator.integers(0, 256, (count, 1, 8, 8))
+        return torch.from_numpy(((patterns[labels] + noise) // 2).astype(np.uint8)), labels
+
+    return from_arrays(
+        split(57),
+        split(11),
+        split(11),
+        val_fraction=config.val_fraction,
+        class_names=("a", "b", "c", "d"),
+        mean=(0.5,),
+        std=(0.25,),
+    )
+
+
+def build_training(config: Config, splits: Splits, network: nn.Module | None = None) -> Training:
+    """As the worker does it, in this process, wrapped in DDP if there is a process group."""
+    torch.manual_seed(0)
+    network = network or PlainNet()
+    world = current_world()
+    return Training(
+        config=config,
+        schedule=Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps),
+        world=world,
+        device=torch.device("cpu"),
+        network=network,
+        model=nn.parallel.DistributedDataParallel(network) if world.size > 1 else network,
+        normalize=Normalize(splits.info),
+        optimizer=build_optimizer(config, list(network.parameters())),
+        ema=build_ema(config, network, None),
+    )
+
+
+def loader_for(training: Training, splits: Splits, start_step: int = 0):
+    return training_loader(
+        training.config, splits, training.schedule, training.world, start_step, training.device
+    )
+
+
+def on_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """work(*args) in world_size processes joined by gloo; what each returned, by rank."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(world_size) as pool:
+        calls = [(f"file://{folder}/store", rank, world_size, work, args) for rank in range(world_size)]
+        return pool.starmap(_joined, calls, chunksize=1)
+
+
+def _joined(address: str, rank: int, world_size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    try:
+        return work(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def write_mnist(root: Path, images: np.ndarray, labels: np.ndarray, train: bool) -> None:
+    """Files as MNIST has them: IDX, big-endian, uncompressed."""
+    folder, part = root / "MNIST" / "raw", "train" if train else "t10k"
+    folder.mkdir(parents=True, exist_ok=True)
+    header = struct.pack(">HBB", 0, 8, 3) + struct.pack(">III", *images.shape)
+    (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.astype(np.uint8).tobytes())
+    header = struct.pack(">HBB", 0, 8, 1) + struct.pack(">I", len(labels))
+    (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype(np.uint8).tobytes())
+
+
+def write_images(root: Path, classes: dict[str, int], size: tuple[int, int] = (12, 10)) -> None:
+    """PNG files of noise, as many as said for each class folder."""
+    generator = np.random.default_rng(0)
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = generator.integers(0, 256, (size[1], size[0], 3), np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number:03d}.png")

@@ -1,0 +1,40 @@
+"""One local Ray for all tests that need it, with its own folder and free ports."""
+
+import os
+
+# Before ray is imported anywhere: an embedded Ray turns token mode on in os.environ otherwise.
+os.environ.update(
+    RAY_AUTH_MODE="disabled",
+    RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
+    RAY_CHDIR_TO_TRIAL_DIR="0",
+    RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
+    RAY_TRAIN_METRICS_ENABLED="0",
+    RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
+    RAY_USAGE_STATS_ENABLED="0",
+    MLFLOW_DISABLE_TELEMETRY="true",
+)
+os.environ.pop("RAY_ADDRESS", None)
+os.environ.pop("MLFLOW_TRACKING_URI", None)
+
+import tempfile  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    import ray
+
+    # A short path: Ray's sockets lie below it, and a socket's path may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()

@@ -1,0 +1,241 @@
+"""Data sets by name, on files made here."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+
+from app.config import Config
+from app.data.folder import scan_folder
+from app.data.images import ImageFiles, resized, stratified_split
+from app.data.splits import check_data, load_splits
+from app.errors import BadInput
+from tests.common import write_images, write_mnist
+
+
+def everything(images) -> torch.Tensor:
+    return images.images(np.arange(len(images.labels)))
+
+
+def test_digits_are_split_the_same_way_for_every_seed_and_stratified() -> None:
+    one, two = load_splits(Config(seed=1)), load_splits(Config(seed=2))
+    assert {name: len(split.labels) for name, split in one.named().items()} == {"train": 1295, "val": 143, "test": 359}
+    assert one.info.input_shape == (1, 28, 28)
+    for name in ("train", "val", "test"):
+        assert torch.equal(everything(one[name]), everything(two[name]))
+        counts = np.bincount(one[name].labels)
+        assert counts.max() - counts.min() <= 0.06 * len(one[name].labels)
+    pixels = [everything(one[name]).flatten(1).numpy().tobytes() for name in ("train", "test")]
+    assert pixels[0] != pixels[1]
+
+
+def test_digits_no_sample_is_in_two_splits() -> None:
+    from sklearn.datasets import load_digits
+
+    splits = load_splits(Config(image_size=8))
+    found = sorted(image.numpy().tobytes() for split in splits.named().values() for image in everything(split))
+    images = (load_digits(return_X_y=True)[0] * (255 / 16)).round().astype(np.uint8)
+    assert found == sorted(image.tobytes() for image in images)
+
+
+def test_digits_statistics_are_those_of_the_training_pixels() -> None:
+    splits = load_splits(Config())
+    pixels = everything(splits.train).float() / 255
+    assert splits.info.mean[0] == pytest.approx(pixels.mean().item(), abs=1e-3)
+    assert splits.info.std[0] == pytest.approx(pixels.std().item(), abs=1e-3)
+
+
+@pytest.fixture
+def mnist(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for train, count in ((True, 50), (False, 20)):
+        write_mnist(tmp_path, generator.integers(0, 256, (count, 28, 28)), np.arange(count) % 10, train)
+    return tmp_path
+
+
+def test_mnist_is_read_from_its_own_files(mnist: Path) -> None:
+    config = Config(dataset="mnist", data_dir=str(mnist), val_fraction=0.2)
+    check_data(config)
+    splits = load_splits(config)
+    assert {name: len(split.labels) for name, split in splits.named().items()} == {"train": 40, "val": 10, "test": 20}
+    expected = torchvision.datasets.MNIST(str(mnist), train=False)
+    assert torch.equal(everything(splits["test"]), expected.data.unsqueeze(1))
+    assert splits["test"].labels.tolist() == expected.targets.tolist()
+
+
+def test_cifar_is_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stub:
+        """What torchvision's CIFAR10 gives: an array (N, 32, 32, 3) and a list."""
+
+        classes = [str(label) for label in range(10)]
+
+        def __init__(self, root: str, train: bool, download: bool):
+            self.data = np.arange(20 * 32 * 32 * 3).reshape(20, 32, 32, 3).astype(np.uint8)
+            self.targets = [label % 10 for label in range(20)]
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR10", Stub)
+    splits = load_splits(Config(dataset="cifar10", val_fraction=0.5))
+    assert splits.info.input_shape == (3, 32, 32)
+    expected = torch.from_numpy(Stub("", False, False).data).permute(0, 3, 1, 2)
+    assert torch.equal(everything(splits["test"]), expected)
+
+
+def test_a_missing_torchvision_set_is_named_where_it_may_not_be_fetched(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--no-download"):
+        check_data(Config(dataset="mnist", data_dir=str(tmp_path), download=False))
+
+
+def test_a_download_that_fails_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(root: str, download: bool) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets, "MNIST", unreachable)
+    with pytest.raises(BadInput, match=r"could not be fetched \(no route to host\); put its files there"):
+        check_data(Config(dataset="mnist", data_dir=str(tmp_path)))
+
+
+def test_damaged_mnist_files_are_bad_input(mnist: Path) -> None:
+    (mnist / "MNIST/raw/t10k-images-idx3-ubyte").unlink()
+    with pytest.raises(BadInput, match="MNIST could not be read"):
+        load_splits(Config(dataset="mnist", data_dir=str(mnist)))
+
+
+def folder_config(root: Path, **settings) -> Config:
+    return Config(dataset="image-folder", data_dir=str(root), image_size=8, **settings)
+
+
+def test_a_folder_with_splits(tmp_path: Path) -> None:
+    for split, count in (("train", 6), ("val", 3), ("test", 2)):
+        write_images(tmp_path / split, {"cat": count, "dog": count + 1})
+    splits = load_splits(folder_config(tmp_path))
+    assert splits.info.class_names == ("cat", "dog")
+    assert splits.info.input_shape == (3, 8, 8)
+    assert {name: len(split.labels) for name, split in splits.named().items()} == {"train": 13, "val": 7, "test": 5}
+
+
+def test_a_folder_of_classes_is_split_and_has_no_test(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 10, "dog": 20})
+    splits = load_splits(folder_config(tmp_path, val_fraction=0.2))
+    assert np.bincount(splits.val.labels).tolist() == [2, 4]
+    assert splits.test is None
+    with pytest.raises(BadInput, match="--split test: this data has train, val"):
+        splits["test"]
+
+
+def test_reading_as_needed_gives_what_memory_gives(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 4, "dog": 5})
+    held, read = (load_splits(folder_config(tmp_path, in_memory_mb=size)) for size in (1, 0))
+    assert (held.train.in_memory, read.train.in_memory) == (True, False)
+    assert torch.equal(everything(held.train), everything(read.train))
+
+
+def test_grey_images(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 3, "dog": 3})
+    assert load_splits(folder_config(tmp_path, image_channels=1)).info.input_shape == (1, 8, 8)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="nowhere: no such directory"):
+        check_data(folder_config(tmp_path / "nowhere"))
+
+
+def test_an_empty_class_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 0})
+    with pytest.raises(BadInput, match="dog has no images in it"):
+        check_data(folder_config(tmp_path))
+
+
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2})
+    with pytest.raises(BadInput, match="two or more classes, and has 1"):
+        check_data(folder_config(tmp_path))
+
+
+def test_classes_that_differ_between_splits_are_named(tmp_path: Path) -> None:
+    write_images(tmp_path / "train", {"cat": 2, "dog": 2})
+    write_images(tmp_path / "val", {"cat": 2, "bird": 2})
+    with pytest.raises(BadInput, match="train and val have different classes: bird, dog"):
+        check_data(folder_config(tmp_path))
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2})
+    (tmp_path / "cat" / "notes.png").write_text("no pixels")
+    with pytest.raises(BadInput, match=r"cat/notes\.png"):
+        check_data(folder_config(tmp_path))
+
+
+def test_a_file_damaged_behind_its_header_is_named_when_it_is_read(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2}, size=(64, 64))
+    path = tmp_path / "cat" / "000.png"
+    path.write_bytes(path.read_bytes()[:3000])
+    check_data(folder_config(tmp_path))
+    with pytest.raises(BadInput, match=r"cat/000\.png is no readable image"):
+        load_splits(folder_config(tmp_path))
+
+
+def test_fewer_samples_than_workers(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2})
+    with pytest.raises(BadInput, match="--num-workers 9: there are only 4 training samples"):
+        check_data(folder_config(tmp_path, num_workers=9))
+
+
+def test_synthetic_has_the_shape_and_size_given() -> None:
+    splits = load_splits(
+        Config(dataset="synthetic", synthetic_samples=60, synthetic_classes=3, image_size=16, image_channels=1)
+    )
+    assert splits.info.input_shape == (1, 16, 16)
+    assert splits.info.num_classes == 3
+    assert np.bincount(splits.train.labels).tolist() == [20, 20, 20]
+
+
+def test_your_own_data_set() -> None:
+    splits = load_splits(Config(dataset="tests.common:tiny_splits"))
+    assert len(splits.train.labels) == 57
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("tests.nowhere:load", "No module named 'tests.nowhere'"),
+        ("tests.common:nothing", "tests.common has no callable nothing"),
+        ("tests.data.test_splits:returns_a_list", "returned list"),
+    ],
+)
+def test_your_own_data_set_gone_wrong(reference: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        load_splits(Config(dataset=reference))
+
+
+def returns_a_list(config: Config) -> list[int]:
+    return []
+
+
+def test_stratified_split_takes_the_share_of_each_class() -> None:
+    labels = np.repeat([0, 1, 2, 3], [100, 10, 2, 1])
+    kept, held = stratified_split(labels, 0.1)
+    assert np.bincount(labels[held], minlength=4).tolist() == [10, 1, 1, 0]
+    assert sorted([*kept, *held]) == list(range(113))
+
+
+def test_resized_keeps_a_constant_image_constant() -> None:
+    assert torch.equal(resized(torch.full((2, 1, 8, 8), 7, dtype=torch.uint8), 28), torch.full((2, 1, 28, 28), 7))
+
+
+def test_an_image_is_cropped_at_its_centre(tmp_path: Path) -> None:
+    from PIL import Image
+
+    pixels = np.zeros((8, 16, 3), np.uint8)
+    pixels[:, 4:12] = 200  # the centre square
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    image = ImageFiles([tmp_path / "a.png"], np.array([0]), 8, 3).images(np.array([0]))[0]
+    assert image.unique().tolist() == [200]
+
+
+def test_scanning_is_sorted_so_that_ids_mean_the_same_everywhere(tmp_path: Path) -> None:
+    write_images(tmp_path, {"b": 3, "a": 3})
+    paths, labels = scan_folder(str(tmp_path)).splits["train"]
+    assert paths == sorted(paths)
+    assert labels == [0, 0, 0, 1, 1, 1]

@@ -1,0 +1,120 @@
+"""Settings: refused in plain words, at once, and without importing what is heavy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.config import Config, did_you_mean, effect_of, load_yaml, to_yaml
+from app.errors import BadInput
+from app.models.names import torchvision_models
+
+# settings, and words that the message must have: the flag, the value, what is allowed
+REFUSED = [
+    ({"lr": 0}, ["--lr", "0", "greater than 0"]),
+    ({"lr": -1.5}, ["--lr", "-1.5", "greater than 0"]),
+    ({"lr": float("nan")}, ["--lr", "nan", "finite"]),
+    ({"lr": float("inf")}, ["--lr", "inf", "finite"]),
+    ({"epochs": 0}, ["--epochs", "0", "at least 1"]),
+    ({"max_steps": 0}, ["--max-steps", "0", "at least 1"]),
+    ({"val_fraction": 0.0}, ["--val-fraction", "0.0", "greater than 0"]),
+    ({"val_fraction": 1.0}, ["--val-fraction", "1.0", "less than 1"]),
+    ({"batch_size": 2, "num_workers": 3}, ["--batch-size 2", "--num-workers 3"]),
+    ({"dataset": "imagefolder"}, ["--dataset", "'imagefolder'", "image-folder", "cifar10"]),
+    ({"model": "resnet-18"}, ["--model", "'resnet-18'", "did you mean resnet18"]),
+    ({"optimizer": "adamx"}, ["--optimizer", "'adamx'", "'sgd', 'adam' or 'adamw'"]),
+    ({"run_name": "a/b"}, ["--run-name", "'a/b'", "letters"]),
+    ({"run_name": ".."}, ["--run-name", "'..'", "without '..'"]),
+    ({"run_name": "a..b"}, ["--run-name", "'a..b'"]),
+    ({"run_name": "-x"}, ["--run-name", "'-x'", "not starting with"]),
+    ({"run_name": ""}, ["--run-name", "''"]),
+    ({"keep_checkpoints": 1}, ["--keep-checkpoints", "1", "at least 2"]),
+    ({"sync_batchnorm": True, "device": "cpu"}, ["--sync-batchnorm", "--device is cpu"]),
+    ({"mixup": 0.2, "cutmix": 1.0}, ["--mixup", "--cutmix", "exclude each other"]),
+    ({"momentum": 0.9}, ["--momentum 0.9", "--optimizer sgd"]),
+    ({"step_epochs": 3}, ["--step-epochs 3", "--schedule step"]),
+    ({"synthetic_samples": 100}, ["--synthetic-samples 100", "--dataset synthetic"]),
+    ({"image_channels": 1}, ["--image-channels 1", "image-folder"]),
+    ({"dataset": "image-folder"}, ["--data-dir", "image-folder"]),
+    ({"bach_size": 8}, ["bach_size is no setting", "did you mean batch_size"]),
+    ({"seed": -1}, ["--seed", "-1", "at least 0"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED, ids=[str(settings) for settings, _ in REFUSED])
+def test_refuses_in_plain_words(settings: dict, words: list[str]) -> None:
+    with pytest.raises(BadInput) as error:
+        Config(**settings)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_names_every_wrong_setting_at_once() -> None:
+    with pytest.raises(BadInput) as error:
+        Config(lr=0, epochs=0)
+    assert "--lr" in str(error.value)
+    assert "--epochs" in str(error.value)
+
+
+def test_defaults_are_valid_and_survive_yaml(tmp_path: Path) -> None:
+    config = Config(run_name="x", lr=0.25, max_steps=7)
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert Config(**load_yaml(str(tmp_path / "c.yaml"))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lrr: 1", ["lrr is no setting", "did you mean lr?"]),
+        ("lr: -1", ["--lr -1", "greater than 0"]),
+        ("- a\n- b", ["list"]),
+        ("lr: [", ["no YAML"]),
+        ("", ["NoneType"]),
+    ],
+)
+def test_a_wrong_yaml_names_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(BadInput) as error:
+        load_yaml(str(path))
+    for word in [str(path), *words]:
+        assert word in str(error.value)
+
+
+def test_a_missing_yaml_is_named() -> None:
+    with pytest.raises(BadInput, match=r"--config /no/such\.yaml: No such file"):
+        load_yaml("/no/such.yaml")
+
+
+def test_where_it_runs_does_not_change_the_result_and_what_it_learns_does() -> None:
+    free = ["num_workers", "cpus_per_worker", "device", "loader_workers", "log_every", "tracking_uri", "experiment"]
+    free += ["max_failures", "keep_checkpoints", "run_name", "output_dir"]
+    assert {effect_of(name) for name in free} == {"free"}
+    result = ["model", "dataset", "seed", "batch_size", "lr", "optimizer", "schedule", "augment", "precision"]
+    assert {effect_of(name) for name in result} == {"result"}
+    assert {effect_of(name) for name in ("epochs", "max_steps")} == {"length"}
+
+
+def test_torchvision_names_are_read_from_its_source_correctly() -> None:
+    import torchvision
+
+    assert list(torchvision_models()) == sorted(torchvision.models.list_models(module=torchvision.models))
+
+
+def test_did_you_mean_says_nothing_when_nothing_is_near() -> None:
+    assert did_you_mean("zzzz", ["lr", "epochs"]) == ""
+
+
+def test_importing_the_config_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from app.config import Config; import app.train, app.fit; Config();"
+        "print([m for m in ('torch', 'torchvision', 'ray', 'mlflow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_yaml_has_every_setting() -> None:
+    assert set(yaml.safe_load(to_yaml(Config()))) == set(Config.model_fields)
