@@ -1,6 +1,7 @@
 """Ray: a local one that starts and stops with the command, or the cluster that RAY_ADDRESS names."""
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
     import ray
 
     notes: list[str] = []
-    options: dict[str, Any] = {"logging_level": "INFO" if verbose else "ERROR", "log_to_driver": verbose}
+    options: dict[str, Any] = {"logging_level": logging.INFO if verbose else logging.ERROR, "log_to_driver": verbose}
     already_connected = ray.is_initialized()  # by a program that calls fit(), a sweep or a test
     if address is None and not already_connected:
         cores = os.cpu_count() or 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
+from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
@@ -198,9 +199,10 @@ class Delivery:
                 self._error = ""
                 pause = BATCH_S
             except Exception as error:  # whatever a server that is not ours does: said, and tried again
+                reason = self._target.without_password(str(error)) or type(error).__name__
                 if not self._error:
-                    self._event(f"MLflow at {self._target.name} cannot be reached; the records are kept: {error}")
-                self._error = str(error) or type(error).__name__
+                    self._event(f"MLflow at {self._target.name} cannot be reached; the records are kept: {reason}")
+                self._error = reason
                 self.wake.set()
                 pause = RETRY_S
             time.sleep(pause)
@@ -246,6 +248,11 @@ class Target:
             self._storage.write(RUN, json.dumps(record).encode())
         return client, self.run_id
 
+    def without_password(self, text: str) -> str:
+        """MLflow's errors name the URI with all that is in it."""
+        user = urlsplit(self.uri).netloc.rpartition("@")[0]
+        return text.replace(user + "@", "") if user else text
+
     def _experiment_id(self, client: Any) -> str:
         import mlflow.exceptions
 
@@ -266,8 +273,6 @@ class Target:
 
 def without_credentials(uri: str) -> str:
     """The URI without user and password."""
-    from urllib.parse import urlsplit, urlunsplit
-
     parts = urlsplit(uri)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
 
@@ -366,7 +371,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         deliver(directory, target)
     except Exception as error:
-        raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {error}") from error
+        reason = target.without_password(str(error))
+        raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {reason}") from None
     print(f"delivered to {target.name}, run {target.run_id}")
     return 0
 

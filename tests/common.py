@@ -1,9 +1,12 @@
 """Small data, small networks and several ranks: what the tests are made of."""
 
+import atexit
+import functools
 import multiprocessing
 import struct
 import tempfile
 from collections.abc import Callable
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +79,27 @@ def build_training(config: Config, splits: Splits, network: nn.Module | None = N
 
 
 def loader_for(training: Training, splits: Splits, start_step: int = 0):
-    return training_loader(
-        training.config, splits, training.schedule, training.world, start_step, training.device
-    )
+    return training_loader(training.config, splits, training.schedule, training.world, start_step, training.device)
+
+
+MAX_RANKS = 4
+
+
+@functools.cache
+def _processes() -> Pool:
+    """Kept for all tests: importing torch takes seconds in each."""
+    pool = multiprocessing.get_context("spawn").Pool(MAX_RANKS)
+    atexit.register(pool.terminate)
+    return pool
 
 
 def on_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """work(*args) in world_size processes joined by gloo; what each returned, by rank."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, context.Pool(world_size) as pool:
+    assert world_size <= MAX_RANKS
+    with tempfile.TemporaryDirectory() as folder:
+        # Each rank waits for the others, so that each is a process of its own.
         calls = [(f"file://{folder}/store", rank, world_size, work, args) for rank in range(world_size)]
-        return pool.starmap(_joined, calls, chunksize=1)
+        return _processes().starmap(_joined, calls, chunksize=1)
 
 
 def _joined(address: str, rank: int, world_size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -16,10 +16,18 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("MLFLOW_TRACKING_URI", None)
 
-import tempfile  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+import logging
+import tempfile
+from collections.abc import Iterator
 
-import pytest  # noqa: E402
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_tracking_server_from_elsewhere() -> Iterator[None]:
+    """mlflow.set_tracking_uri() writes it into the environment, where the next test's run would find it."""
+    yield
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +41,7 @@ def local_ray() -> Iterator[None]:
             num_cpus=4,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             _temp_dir=folder,
         )
         yield

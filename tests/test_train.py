@@ -12,7 +12,9 @@ from app.cli import EXIT_CODES
 
 
 def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "app.train", *words], capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "app.train", *words], capture_output=True, text=True, cwd=cwd, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,9 @@ def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["--output-dir", "file/below"], ["--output-dir", "cannot be written"]),
     ],
 )
-def test_bad_input_is_refused_with_exit_code_2_and_no_traceback(words: list[str], said: list[str], tmp_path: Path) -> None:
+def test_bad_input_is_refused_with_exit_code_2_and_no_traceback(
+    words: list[str], said: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("not a directory")
     done = command(*words, cwd=tmp_path)
     output = done.stdout + done.stderr

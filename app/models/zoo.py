@@ -24,7 +24,7 @@ def build_torchvision(name: str, info: DataInfo, weights: str | None) -> nn.Modu
     if weights is None:
         try:
             model = models.get_model(name, weights=None, num_classes=info.num_classes, **options)
-        except (ValueError, RuntimeError) as error:  # a ViT's image size must divide into patches
+        except (AssertionError, ValueError, RuntimeError) as error:  # a ViT's image size must divide into patches
             raise BadInput(f"--model {name} with images of {info.input_shape[1:]}: {error}") from error
     else:
         model = _pretrained(name, info, weights, options)

@@ -1,6 +1,7 @@
 """The same samples in the same steps at every world size, each once, from any step on."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 from hypothesis import given
@@ -28,10 +29,14 @@ def counted(request: Request) -> list[int]:
     return request.ids[len(request.ids) - request.num_counted :].tolist()
 
 
+def joined(requests: Iterable[Request]) -> list[int]:
+    return [sample for request in requests for sample in counted(request)]
+
+
 @given(schedules, seeds, world_sizes)
 def test_each_step_has_the_same_samples_in_the_same_order_at_every_world_size(schedule, seed, size):
     alone = [counted(request) for request in all_ranks(schedule, seed, 1)[0]]
-    together = [sum(map(counted, step), []) for step in zip(*all_ranks(schedule, seed, size), strict=True)]
+    together = [joined(step) for step in zip(*all_ranks(schedule, seed, size), strict=True)]
     assert together == alone
 
 
@@ -71,7 +76,7 @@ def test_a_mixing_partner_is_the_sample_before_in_the_global_batch(schedule, see
             ids = request.ids.tolist()
             for index in range(len(ids) - request.num_counted, len(ids)):
                 assert ids[index - 1] == before[ids[index]]
-        assert sum(map(counted, step), []) == batch
+        assert joined(step) == batch
 
 
 @given(schedules)
@@ -83,7 +88,7 @@ def test_samples_before_a_step_adds_up_the_batches(schedule):
 @given(st.integers(0, 40), st.integers(1, 30), world_sizes)
 def test_evaluation_covers_each_sample_once_in_order(num_samples, batch_size, size):
     ranks = [list(EvaluationBatches(num_samples, batch_size, World(rank, size))) for rank in range(size)]
-    assert sum((counted(request) for rank in ranks for request in rank), []) == list(range(num_samples))
+    assert [sample for rank in ranks for sample in joined(rank)] == list(range(num_samples))
 
 
 @given(st.integers(0, 50), world_sizes)

@@ -69,7 +69,7 @@ def test_cifar_is_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stub:
         """What torchvision's CIFAR10 gives: an array (N, 32, 32, 3) and a list."""
 
-        classes = [str(label) for label in range(10)]
+        classes = tuple("0123456789")
 
         def __init__(self, root: str, train: bool, download: bool):
             self.data = np.arange(20 * 32 * 32 * 3).reshape(20, 32, 32, 3).astype(np.uint8)

@@ -1,0 +1,108 @@
+"""Networks by name, fitted to the data."""
+
+import pytest
+import torch
+from torch import nn
+
+from app.config import Config
+from app.data.images import DataInfo
+from app.errors import BadInput
+from app.models.build import Normalize, build_model
+
+
+def info(channels: int = 1, size: int = 28, classes: int = 7) -> DataInfo:
+    return DataInfo((channels, size, size), tuple(map(str, range(classes))), (0.5,) * channels, (0.25,) * channels, 100)
+
+
+def test_mnist_cnn_is_the_classic_network() -> None:
+    network = build_model(Config(), info(classes=10))
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.named_parameters()}
+    assert shapes["conv1.weight"] == (32, 1, 3, 3)
+    assert shapes["conv2.weight"] == (64, 32, 3, 3)
+    assert shapes["fc1.weight"] == (500, 9216)
+    assert shapes["fc2.weight"] == (10, 500)
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "size"),
+    [
+        ("resnet18", 1, 28),
+        ("mobilenet_v3_small", 3, 32),
+        ("squeezenet1_1", 1, 32),
+        ("googlenet", 3, 64),
+        ("vit_b_16", 1, 32),
+        ("efficientnet_b0", 3, 32),
+    ],
+)
+def test_torchvision_models_take_the_datas_channels_and_classes(name: str, channels: int, size: int) -> None:
+    network = build_model(Config(model=name), info(channels, size)).eval()
+    assert network(torch.rand(2, channels, size, size)).shape == (2, 7)
+
+
+def test_pretrained_weights_keep_all_but_the_class_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    source = torchvision.models.resnet18(num_classes=1000).state_dict()
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", lambda *_, **__: source)
+    network = build_model(Config(model="resnet18", weights="IMAGENET1K_V1"), info(channels=1, size=32))
+    found = network.state_dict()
+    assert torch.equal(found["layer1.0.conv1.weight"], source["layer1.0.conv1.weight"])
+    assert found["fc.weight"].shape == (7, 512)
+    # A grey image gives what its RGB copy gave.
+    grey = torch.rand(1, 1, 32, 32)
+    expected = nn.functional.conv2d(grey.expand(1, 3, 32, 32), source["conv1.weight"], stride=2, padding=3)
+    torch.testing.assert_close(network.get_submodule("conv1")(grey), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_unknown_weights_are_listed() -> None:
+    with pytest.raises(BadInput, match="--weights V9: resnet18 has DEFAULT, IMAGENET1K_V1"):
+        build_model(Config(model="resnet18", weights="V9"), info(3, 32))
+
+
+def test_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
+    def unreachable(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", unreachable)
+    with pytest.raises(BadInput, match=r"could not be fetched \(no route to host\)"):
+        build_model(Config(model="resnet18", weights="DEFAULT"), info(3, 32))
+
+
+@pytest.mark.parametrize(("name", "size"), [("alexnet", 16), ("vit_b_16", 30), ("mnist-cnn", 5)])
+def test_images_that_a_model_cannot_take(name: str, size: int) -> None:
+    with pytest.raises(BadInput, match=f"--model {name}"):
+        build_model(Config(model=name), info(3, size))
+
+
+def three_classes(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 3))
+
+
+def not_a_module(num_classes: int, input_shape: tuple[int, int, int]) -> str:
+    return "network"
+
+
+def test_your_own_model() -> None:
+    network = build_model(Config(model="tests.models.test_build:three_classes"), info(classes=3))
+    assert network(torch.rand(2, 1, 28, 28)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("three_classes", r"gives \(2, 3\) for 2 images of 1x28x28: expected logits \(2, 7\)"),
+        ("not_a_module", "returned str: it must return a torch.nn.Module"),
+        ("missing", "has no callable missing"),
+    ],
+)
+def test_your_own_model_gone_wrong(attribute: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        build_model(Config(model=f"tests.models.test_build:{attribute}"), info())
+
+
+def test_normalize() -> None:
+    data = DataInfo((2, 1, 1), ("a", "b"), (0.5, 0.1), (0.25, 0.2), 10)
+    pixels = torch.tensor([[[[255]], [[51]]]], dtype=torch.uint8)
+    torch.testing.assert_close(Normalize(data)(pixels).flatten(), torch.tensor([2.0, 0.5]))

@@ -1,0 +1,253 @@
+"""Saved whole or not at all, verified, pruned, and never unpickled unsafely."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from app.checkpoint import (
+    MODEL,
+    STATE,
+    TRAINER,
+    Best,
+    CheckpointWriter,
+    Position,
+    find_good,
+    load_checkpoint,
+    load_weights,
+    load_weights_file,
+)
+from app.config import Config
+from app.data.images import DataInfo
+from app.errors import BadInput, TrainingFailed
+from app.metrics import Window
+from app.runs import checkpoint_names
+from app.storage import Storage
+from tests.common import PlainNet
+
+INFO = DataInfo((1, 8, 8), ("a", "b", "c", "d"), (0.5,), (0.25,), 57)
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    network = PlainNet()
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    network(torch.rand(2, 1, 8, 8)).sum().backward()
+    optimizer.step()
+    return network, optimizer
+
+
+def write(storage: Storage, *steps: int, best: int = 0, keep: int = 2, ema: nn.Module | None = None) -> None:
+    network, optimizer = trained()
+    with CheckpointWriter(storage, Config(keep_checkpoints=keep), INFO) as writer:
+        for step in steps:
+            position = Position(step, Best(min(best, step), 0.5, 1.0), Window(loss=1.5, steps=2))
+            writer.save(position, network, optimizer, ema)
+
+
+@pytest.fixture(params=["path", "uri"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """On a disk, and through pyarrow's filesystems as an object store is."""
+    root = tmp_path / "run" / "checkpoints"
+    return Storage(str(root) if request.param == "path" else root.as_uri())
+
+
+def folder(storage: Storage, step: int) -> Path:
+    return Path(storage.root.removeprefix("file://")) / f"checkpoint-{step:09d}"
+
+
+def test_what_is_saved_is_loaded(storage: Storage) -> None:
+    ema = PlainNet()
+    write(storage, 7, ema=ema)
+    network, optimizer = trained()
+    checkpoint = load_checkpoint(storage, "checkpoint-000000007", INFO)
+    assert checkpoint.position == Position(7, Best(0, 0.5, 1.0), Window(loss=1.5, steps=2))
+    assert checkpoint.config == Config()
+    assert checkpoint.info == INFO
+    for name, tensor in ema.state_dict().items():
+        assert torch.equal(checkpoint.model[name], tensor)  # what is evaluated
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(checkpoint.trainer["trained_weights"][name], tensor)
+    found = checkpoint.trainer["optimizer"]["state"][0]["exp_avg"]
+    assert torch.equal(found, optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_weights_load_in_plain_pytorch(storage: Storage) -> None:
+    write(storage, 1)
+    network = PlainNet()
+    network.load_state_dict(load_file(folder(storage, 1) / MODEL))
+    assert torch.equal(network.fc.weight, trained()[0].get_parameter("fc.weight"))
+
+
+def test_saving_takes_a_copy(storage: Storage) -> None:
+    network, optimizer = trained()
+    before = network.get_parameter("fc.weight").clone()
+    with CheckpointWriter(storage, Config(), INFO) as writer:
+        writer.save(Position(1), network, optimizer)
+        nn.init.zeros_(network.get_parameter("fc.weight"))  # training goes on
+    assert torch.equal(load_checkpoint(storage, "checkpoint-000000001").model["fc.weight"], before)
+
+
+def test_tied_weights_can_be_saved(storage: Storage) -> None:
+    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    network[1].weight = network[0].weight
+    with CheckpointWriter(storage, Config(), INFO) as writer:
+        writer.save(Position(1), network, torch.optim.SGD(network.parameters()))
+    assert set(load_checkpoint(storage, "checkpoint-000000001").model) == set(network.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("best", "keep", "kept"), [(0, 2, [4, 5]), (2, 2, [2, 5]), (2, 3, [2, 4, 5]), (5, 2, [4, 5]), (1, 4, [1, 3, 4, 5])]
+)
+def test_the_best_and_the_newest_are_kept(storage: Storage, best: int, keep: int, kept: list[int]) -> None:
+    write(storage, 1, 2, 3, 4, 5, best=best, keep=keep)
+    assert checkpoint_names(storage) == [f"checkpoint-{step:09d}" for step in kept]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [MODEL, TRAINER, STATE, "manifest.json"])
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_the_newest_good_one_wins_and_the_damage_is_said(tmp_path: Path, name: str, damage) -> None:
+    storage = Storage(str(tmp_path))
+    write(storage, 1, 2)
+    damage(folder(storage, 2) / name)
+    warnings: list[str] = []
+    assert find_good(storage, warnings.append) == "checkpoint-000000001"
+    (warning,) = warnings
+    assert str(folder(storage, 2)) in warning
+    with pytest.raises(BadInput, match="no good checkpoint"):
+        load_checkpoint(storage, "checkpoint-000000002")
+
+
+def test_none_is_good(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    assert find_good(storage, print) is None
+    write(storage, 1)
+    (folder(storage, 1) / MODEL).unlink()
+    assert find_good(storage, lambda _: None) is None
+
+
+def test_a_preferred_one_wins_if_it_is_good(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    write(storage, 1, 2)
+    assert find_good(storage, print, prefer="checkpoint-000000001") == "checkpoint-000000001"
+    flip(folder(storage, 1) / MODEL)
+    assert find_good(storage, lambda _: None, prefer="checkpoint-000000001") == "checkpoint-000000002"
+
+
+def test_a_failed_save_is_raised_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(str(tmp_path))
+    write(storage, 1)
+    network, optimizer = trained()
+
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("app.checkpoint.write_folder", full)
+    with (
+        pytest.raises(TrainingFailed, match=r"No space left on device; the earlier ones are untouched"),
+        CheckpointWriter(storage, Config(), INFO) as writer,
+    ):
+        writer.save(Position(2), network, optimizer)
+    assert os.listdir(tmp_path) == ["checkpoint-000000001"]
+    assert find_good(storage, print) == "checkpoint-000000001"
+
+
+def test_nothing_is_published_before_the_records_are_written(tmp_path: Path) -> None:
+    storage, network_and_optimizer, seen = Storage(str(tmp_path)), trained(), []
+    with CheckpointWriter(storage, Config(), INFO, lambda: seen.append(checkpoint_names(storage))) as writer:
+        writer.save(Position(1), *network_and_optimizer)
+    assert seen == [[]]
+    assert checkpoint_names(storage) == ["checkpoint-000000001"]
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    write(storage, 1)
+    with pytest.raises(BadInput, match="trained on other data"):
+        load_checkpoint(storage, "checkpoint-000000001", DataInfo((1, 8, 8), ("a", "b"), (0.5,), (0.25,), 57))
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    import hashlib
+
+    storage = Storage(str(tmp_path))
+    write(storage, 1)
+    state_path, manifest_path = folder(storage, 1) / STATE, folder(storage, 1) / "manifest.json"
+    state = json.loads(state_path.read_text())
+    state["format_version"] = 99
+    state_path.write_text(json.dumps(state))
+    manifest = json.loads(manifest_path.read_text())
+    data = state_path.read_bytes()
+    manifest[STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest_path.write_text(json.dumps(manifest))
+    with pytest.raises(BadInput, match="has format 99, this version reads 1"):
+        load_checkpoint(storage, "checkpoint-000000001")
+
+
+class Canary:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_malicious_pickle_is_rejected_and_not_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps(Canary(canary), protocol=2))
+    torch.save({"weight": Canary(canary)}, tmp_path / "evil2.pt")
+    for name in ("evil.pt", "evil2.pt"):
+        with pytest.raises(BadInput, match=f"--weights .*{name} is no file of plain tensors"):
+            load_weights_file(str(tmp_path / name))
+    assert not canary.exists()
+
+
+def test_weights_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = PlainNet().state_dict()
+    torch.save(weights, tmp_path / "w.pt")
+    save_file(weights, tmp_path / "w.safetensors")
+    for name in ("w.pt", "w.safetensors"):
+        found = load_weights_file(str(tmp_path / name))
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+    with pytest.raises(BadInput, match="no such file"):
+        load_weights_file(str(tmp_path / "none.pt"))
+    (tmp_path / "text.safetensors").write_text("hello")
+    with pytest.raises(BadInput, match="no file of plain tensors"):
+        load_weights_file(str(tmp_path / "text.safetensors"))
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(BadInput, match="must hold a state dict"):
+        load_weights_file(str(tmp_path / "list.pt"))
+
+
+def test_another_architecture_is_refused_with_keys_and_shapes() -> None:
+    weights = PlainNet(num_classes=5).state_dict()
+    weights["extra"] = torch.zeros(2)
+    del weights["conv.bias"]
+    with pytest.raises(BadInput) as error:
+        load_weights(PlainNet(), weights, "w.pt")
+    for line in (
+        "w.pt is of another architecture",
+        "conv.bias (8,) is missing",
+        "extra (2,) is not in the model",
+        "fc.weight is (5, 288), the model has (4, 288)",
+    ):
+        assert line in str(error.value)

@@ -1,0 +1,94 @@
+"""Measuring a checkpoint from the checkpoint alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.checkpoint import CheckpointWriter, Position
+from app.config import Config
+from app.data.splits import load_splits
+from app.errors import BadInput
+from app.evaluate import find_checkpoint, main
+from app.runs import Run, resolved, write_run
+from app.setup import build_network
+from app.storage import Storage
+from tests.common import write_images
+
+
+def trained_run(tmp_path: Path, **settings) -> Config:
+    """A run with one checkpoint of untrained weights."""
+    config = resolved(Config(run_name="r", output_dir=str(tmp_path / "runs"), **settings))
+    splits = load_splits(config)
+    network = build_network(config, splits.info, None)
+    storage = Storage(str(tmp_path / "runs" / "r" / "checkpoints"))
+    with CheckpointWriter(storage, config, splits.info) as writer:
+        writer.save(Position(3), network, torch.optim.SGD(network.parameters()))
+    write_run(Run(config, "killed"))
+    return config
+
+
+TINY = {"dataset": "tests.common:tiny_splits", "model": "tests.common:PlainNet"}
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_by_run_by_name_and_by_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained_run(tmp_path, **TINY)
+    checkpoint = str(tmp_path / "runs" / "r" / "checkpoints" / "checkpoint-000000003")
+    monkeypatch.chdir(tmp_path)
+    for given in ("runs/r", "r", checkpoint):
+        assert find_checkpoint(given) == checkpoint
+    assert main(["r"]) == 0
+    found = last_line(capsys)
+    assert (found["checkpoint"], found["split"], found["num_samples"]) == (checkpoint, "test", 11)
+    assert found["metrics"].keys() == {"test/accuracy", "test/loss"}
+    assert found["per_class"].keys() == {"a", "b", "c", "d"}
+    assert sum(map(sum, found["confusion"])) == 11
+    assert main(["r", "--split", "val"]) == 0
+    assert last_line(capsys)["metrics"].keys() == {"val/accuracy", "val/loss"}
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.filterwarnings("ignore")
+def test_three_workers_measure_what_one_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained_run(tmp_path, **TINY)
+    assert main([str(tmp_path / "runs" / "r")]) == 0
+    alone = last_line(capsys)
+    assert main([str(tmp_path / "runs" / "r"), "--num-workers", "3"]) == 0
+    together = last_line(capsys)
+    assert together["confusion"] == alone["confusion"]
+    assert together["metrics"]["test/loss"] == pytest.approx(alone["metrics"]["test/loss"], rel=1e-6)
+
+
+def test_data_that_has_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_images(tmp_path / "here", {"cat": 5, "dog": 5})
+    trained_run(tmp_path, dataset="image-folder", data_dir=str(tmp_path / "here"), image_size=8)
+    (tmp_path / "here").rename(tmp_path / "there")
+    run = str(tmp_path / "runs" / "r")
+    with pytest.raises(BadInput, match="here: no such directory"):
+        main([run, "--split", "val"])
+    assert main([run, "--split", "val", "--data-dir", str(tmp_path / "there")]) == 0
+    assert last_line(capsys)["num_samples"] == 2
+    with pytest.raises(BadInput, match="--split test: this data has train, val"):
+        main([run, "--data-dir", str(tmp_path / "there")])
+    write_images(tmp_path / "there", {"emu": 5})
+    with pytest.raises(BadInput, match="trained on other data"):
+        main([run, "--split", "val", "--data-dir", str(tmp_path / "there")])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere is no run's folder"),
+        (["nowhere", "--num-workers", "0"], "--num-workers 0: must be at least 1"),
+    ],
+)
+def test_bad_input(words: list[str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        main(words)

@@ -1,0 +1,32 @@
+"""A pipe gets one plain line an interval and at each epoch's end."""
+
+import pytest
+
+from app.progress import Display
+from app.tracking import Live
+
+
+def live(step: int, epoch: int) -> Live:
+    metrics = {"train/loss": 0.5, "train/accuracy": 0.75, "val/accuracy": 0.8, "perf/samples_per_s": 1234.5}
+    return Live(step=step, total_steps=20, epoch=epoch, epochs=2, metrics=metrics)
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display() as display:
+        display.show(None)
+        for step in range(1, 21):
+            display.show(live(step, epoch=1 + (step > 10)))
+            display.show(live(step, epoch=1 + (step > 10)))
+        display.event("an event")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    expected = "epoch 1/2  step 1/20  loss 0.5000  accuracy 0.7500  val 0.8000  samples/s 1,234"
+    assert lines[0].startswith(expected)
+    assert lines[1].startswith("epoch 2/2  step 11/20")
+    assert lines[1].endswith(" left")
+    assert lines[2] == "an event"
+
+
+def test_a_long_line_is_not_broken_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    Display().event("x" * 500)
+    assert capsys.readouterr().out == "x" * 500 + "\n"

@@ -1,0 +1,239 @@
+"""One MLflow run, every record once, whatever the server does."""
+
+import http.server
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.storage import Storage
+from app.tracking import Spool, Target, Tracker, deliver, read_records, without_credentials
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
+
+
+def metric_records(directory: Path) -> list[tuple[int, dict[str, float]]]:
+    return [(r["step"], r["values"]) for r, _ in read_records(directory, 0) if r["kind"] == "metrics"]
+
+
+def test_a_step_is_recorded_once_also_after_a_restart(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.append_metrics(10, {"train/loss": 1.0})
+    spool.append_metrics(20, {"train/loss": 0.5, "lr": 0.1})
+    again = Spool(tmp_path)
+    again.append_metrics(10, {"train/loss": 9.0})
+    again.append_metrics(20, {"train/loss": 9.0, "val/loss": 0.7})
+    again.append_metrics(30, {"train/loss": 0.25})
+    assert metric_records(tmp_path) == [
+        (10, {"train/loss": 1.0}),
+        (20, {"train/loss": 0.5, "lr": 0.1}),
+        (20, {"val/loss": 0.7}),
+        (30, {"train/loss": 0.25}),
+    ]
+
+
+def test_half_a_line_of_a_killed_process_is_cut_off(tmp_path: Path) -> None:
+    Spool(tmp_path).append_metrics(1, {"a": 1.0})
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write('{"kind": "metr')
+    spool = Spool(tmp_path)
+    spool.append_metrics(2, {"a": 2.0})
+    assert metric_records(tmp_path) == [(1, {"a": 1.0}), (2, {"a": 2.0})]
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/mlflow.db"
+
+
+def target(database: str, tmp_path: Path) -> Target:
+    return Target(database, "tests", "r", Storage(str(tmp_path / "r")))
+
+
+def history(database: str, run_id: str, key: str) -> list[tuple[int, float]]:
+    import mlflow
+
+    found = mlflow.MlflowClient(database).get_metric_history(run_id, key)
+    return sorted((metric.step, metric.value) for metric in found)
+
+
+def test_delivery_resumes_in_the_same_run_and_sends_nothing_twice(tmp_path: Path, database: str) -> None:
+    import mlflow
+
+    directory = tmp_path / "tracking"
+    spool = Spool(directory)
+    (directory / "config.yaml").write_text("lr: 1\n")
+    spool.append("run", params={"lr": "1"}, tags={"world_size": "2"})
+    spool.append("artifact", file="config.yaml")
+    for step in range(1, 1501):
+        spool.append_metrics(step, {"train/loss": 1 / step})
+    first = target(database, tmp_path)
+    deliver(directory, first)
+
+    # A later start, with another number of workers and a parameter that differs.
+    spool.append("run", params={"lr": "1", "num_workers": "3"}, tags={"world_size": "3"})
+    spool.append_metrics(1501, {"train/loss": 0.5})
+    spool.append("status", status="FINISHED")
+    second = target(database, tmp_path)
+    deliver(directory, second)
+    deliver(directory, target(database, tmp_path))
+
+    assert first.run_id is not None
+    assert first.run_id == second.run_id
+    client = mlflow.MlflowClient(database)
+    run = client.get_run(first.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "r"
+    assert run.data.params == {"lr": "1", "num_workers": "3"}
+    assert run.data.tags["world_size"] == "3"
+    assert history(database, first.run_id, "train/loss") == [
+        *((step, 1 / step) for step in range(1, 1501)),
+        (1501, 0.5),
+    ]
+    assert [file.path for file in client.list_artifacts(first.run_id)] == ["config.yaml"]
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+def test_a_record_sent_but_not_noted_is_stored_once(tmp_path: Path, database: str) -> None:
+    directory = tmp_path / "tracking"
+    Spool(directory).append_metrics(1, {"a": 1.0})
+    where = target(database, tmp_path)
+    deliver(directory, where)
+    (directory / "sent.json").write_text(json.dumps({"offset": 0}))  # killed before the note
+    deliver(directory, where)
+    assert where.run_id is not None
+    assert history(database, where.run_id, "a") == [(1, 1.0)]
+
+
+def test_another_server_gets_the_whole_record(tmp_path: Path, database: str) -> None:
+    directory = tmp_path / "tracking"
+    Spool(directory).append_metrics(1, {"a": 1.0})
+    deliver(directory, target(database, tmp_path))
+    other = f"sqlite:///{tmp_path}/other.db"
+    where = target(other, tmp_path)
+    deliver(directory, where)
+    assert where.run_id is not None
+    assert history(other, where.run_id, "a") == [(1, 1.0)]
+
+
+def test_a_refused_record_is_said_and_does_not_block_the_others(tmp_path: Path, database: str) -> None:
+    directory = tmp_path / "tracking"
+    spool = Spool(directory)
+    spool.append("run", params={"x" * 300: "1"}, tags={})  # MLflow takes 250 characters
+    spool.append_metrics(1, {"a": 1.0})
+    said: list[str] = []
+    where = target(database, tmp_path)
+    deliver(directory, where, said.append)
+    assert len(said) == 1
+    assert "refused a record of kind run" in said[0]
+    assert where.run_id is not None
+    assert history(database, where.run_id, "a") == [(1, 1.0)]
+
+
+def wait_for(condition, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)
+
+
+def new_tracker(tmp_path: Path, uri: str | None) -> Tracker:
+    return Tracker(str(tmp_path / "tracking"), str(tmp_path / "r"), uri, "tests", "r")
+
+
+def test_a_tracker_delivers_while_it_runs_and_at_the_end(tmp_path: Path, database: str) -> None:
+    tracker = new_tracker(tmp_path, database)
+    tracker.begin({"lr": "1"}, {}, "lr: 1\n")
+    tracker.metrics(1, {"train/loss": 2.0, "train/accuracy": 0.5})
+    tracker.metrics(1, {"val/loss": 2.0, "val/accuracy": 0.5})
+    tracker.system_metrics({"system/node_0/cpu": 50.0})
+    tracker.system_metrics({"system/node_0/cpu": 60.0})
+    tracker.pictures(
+        split=np.array("test"),
+        class_names=np.array(["a", "b"]),
+        confusion=np.array([[3, 1], [0, 4]]),
+        images=np.zeros((1, 1, 8, 8), np.uint8),
+        targets=np.array([0]),
+        predictions=np.array([1]),
+        losses=np.array([2.5]),
+    )
+    wait_for(lambda: tracker.delivery_state().all_sent)
+    tracker.finish("KILLED", checkpoint=None)
+    wait_for(lambda: tracker.delivery_state().all_sent)
+
+    import mlflow
+
+    run_id = tracker.delivery_state().run_id
+    assert run_id is not None
+    client = mlflow.MlflowClient(database)
+    assert client.get_run(run_id).info.status == "KILLED"
+    assert history(database, run_id, "system/node_0/cpu") == [(0, 50.0), (1, 60.0)]
+    pictures = [file.path for file in client.list_artifacts(run_id, "pictures")]
+    assert pictures == [f"pictures/{name}.png" for name in ("confusion_matrix", "learning_curves", "worst_mistakes")]
+
+
+def test_without_mlflow_the_records_are_kept(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.begin({}, {}, "")
+    tracker.metrics(1, {"a": 1.0})
+    tracker.finish("FINISHED", None)
+    assert tracker.delivery_state().all_sent
+    assert metric_records(tmp_path / "tracking") == [(1, {"a": 1.0})]
+
+
+def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    assert (tracker.stop_requested(), tracker.failure()) == (False, None)
+    tracker.request_stop()
+    tracker.fail("the first", 2)
+    tracker.fail("a consequence", 1)
+    tracker.event("one")
+    tracker.event("two")
+    assert (tracker.stop_requested(), tracker.failure()) == (True, ("the first", 2))
+    assert tracker.progress(1) == (None, ["two"])
+
+
+class Silent(http.server.BaseHTTPRequestHandler):
+    """A server that is not MLflow: answers 503 to everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.end_headers()
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_an_outage_stops_nothing_is_said_once_and_loses_nothing(tmp_path: Path, database: str) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tracker = new_tracker(tmp_path, f"http://user:secret@127.0.0.1:{server.server_port}")
+        tracker.begin({"lr": "1"}, {}, "lr: 1\n")
+        for step in range(1, 101):
+            began = time.monotonic()
+            tracker.metrics(step, {"a": float(step)})
+            assert time.monotonic() - began < 1.0
+        tracker.finish("FINISHED", None)
+        wait_for(lambda: tracker.delivery_state().error != "")
+        assert not tracker.delivery_state().all_sent
+        events = tracker.progress(0)[1]
+        assert len(events) == 1
+        assert "cannot be reached; the records are kept" in events[0]
+        assert "secret" not in events[0]
+        server.shutdown()
+    # Delivered later, elsewhere.
+    where = target(database, tmp_path)
+    deliver(tmp_path / "tracking", where)
+    assert where.run_id is not None
+    assert history(database, where.run_id, "a") == [(step, float(step)) for step in range(1, 101)]
+
+
+def test_credentials_are_taken_out() -> None:
+    assert without_credentials("https://me:pw@host:5000/x?y=1") == "https://host:5000/x?y=1"
+    assert without_credentials("postgresql://u:p@db/ml") == "postgresql://db/ml"
+    assert without_credentials("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    assert without_credentials("digits") == "digits"
