@@ -3,10 +3,12 @@
 import importlib
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from importlib.metadata import version
 from types import FrameType, TracebackType
@@ -71,11 +73,21 @@ def fit(config: Config, verbose: bool = False, display: Display | None = None) -
         write_run(run)
         tracker = start_tracker(config, tracking_uri)
         tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
-        outcome = train_watched(config, cluster, tracker, display, interrupt)
+        try:
+            outcome = train_watched(config, cluster, tracker, display, interrupt)
+        except Exception as error:  # a bug: shown as one, and the MLflow run is closed all the same
+            traceback.print_exc()
+            outcome = failed(error)
         summary = finish(config, outcome, tracker, display)
     if outcome.exit_code == 2:
         raise BadInput(outcome.error or "")
     return summary, 128 + interrupt.signal if interrupt.signal and summary.status == "killed" else outcome.exit_code
+
+
+def failed(error: Exception) -> "Outcome":
+    from app.worker import Outcome
+
+    return Outcome("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
 
 
 def start_tracker(config: Config, tracking_uri: str | None) -> Any:
@@ -86,13 +98,8 @@ def start_tracker(config: Config, tracking_uri: str | None) -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": 3, "max_task_retries": 3, "scheduling_strategy": here}
     root = run_storage(config).root
-    return (
-        ray.remote(Tracker)
-        .options(**options)
-        .remote(  # type: ignore[attr-defined]  # ray's stubs
-            str(tracking_directory(root)), root, tracking_uri, config.experiment, config.run_name
-        )
-    )
+    actor = ray.remote(Tracker).options(**options)  # type: ignore[attr-defined]  # ray's stubs
+    return actor.remote(str(tracking_directory(root)), root, tracking_uri, config.experiment, config.run_name)
 
 
 def parameters(config: Config) -> dict[str, str]:
@@ -107,9 +114,10 @@ def tags(config: Config, cluster: Cluster) -> dict[str, str]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "torchvision", "ray", "mlflow")},
     }
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    if commit.returncode == 0:  # started inside a git checkout
-        found["mlflow.source.git.commit"] = commit.stdout.strip()
+    if shutil.which("git"):
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        if commit.returncode == 0:  # started inside a checkout
+            found["mlflow.source.git.commit"] = commit.stdout.strip()
     return found
 
 

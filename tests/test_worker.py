@@ -1,0 +1,54 @@
+"""What the worker does beside Ray: ranks that agree on bad input, and a best checkpoint chosen by one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.checkpoint import Best, Position
+from app.config import Config
+from app.errors import BadInput
+from app.worker import RefusedTogether, together, wants_more
+from tests.common import on_ranks
+
+
+class Notes:
+    """Stands for the Reporter: passes the first failure on through the group's store, as the Tracker does."""
+
+    def fail(self, message: str, exit_code: int) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set("failure", message)
+
+    def failure(self) -> tuple[str, int]:
+        return dist.distributed_c10d._get_default_store().get("failure").decode(), 2
+
+
+def prepare_with_bad_data_on(bad_rank: int) -> str:
+    def work() -> str:
+        if dist.get_rank() == bad_rank:
+            raise BadInput(f"no data on rank {bad_rank}")
+        return "ready"
+
+    try:
+        return together(work, Notes(), torch.device("cpu"))  # type: ignore[arg-type]
+    except RefusedTogether as error:
+        return f"refused: {error}"
+
+
+def test_bad_input_on_one_rank_is_refused_by_all() -> None:
+    assert on_ranks(3, prepare_with_bad_data_on, 1) == ["refused: no data on rank 1"] * 3
+    assert on_ranks(3, prepare_with_bad_data_on, 7) == ["ready"] * 3
+
+
+@pytest.mark.parametrize(("patience", "epochs_since", "more"), [(None, 99, True), (3, 2, True), (3, 3, False)])
+def test_early_stopping(patience: int | None, epochs_since: int, more: bool) -> None:
+    position = Position(best=Best(1, 0.5, 1.0, epochs_since))
+    assert wants_more(Config(early_stop_patience=patience), position) is more
+
+
+def test_the_best_is_by_accuracy_then_by_loss() -> None:
+    best = Best()
+    updates = [
+        best.update(step, *measured) for step, measured in enumerate([(0.5, 2.0), (0.5, 1.0), (0.4, 0.1), (0.5, 1.0)])
+    ]
+    assert updates == [True, True, False, False]
+    assert best == Best(step=1, accuracy=0.5, loss=1.0, epochs_since=2)
