@@ -1,5 +1,6 @@
 """fit(config): a run from its name to its summary, on Ray. What the command, sweeps and tests call."""
 
+import getpass
 import importlib
 import os
 import platform
@@ -108,6 +109,9 @@ def parameters(config: Config) -> dict[str, str]:
 
 def tags(config: Config, cluster: Cluster) -> dict[str, str]:
     found = {
+        "mlflow.user": getpass.getuser(),
+        "mlflow.source.name": "app.train",
+        "mlflow.source.type": "LOCAL",
         "world_size": str(config.num_workers),
         "device": "cuda" if cluster.use_gpu else "cpu",
         "host_count": str(cluster.num_nodes),

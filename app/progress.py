@@ -75,6 +75,8 @@ class Display:
 
 def print_table(rows: dict[str, str]) -> None:
     table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path is of no use with its end cut off
     for name, value in rows.items():
         table.add_row(name, value)
     console().print(table)

@@ -263,7 +263,8 @@ class Target:
         database = self.uri.removeprefix("sqlite:///") if self.uri.startswith("sqlite:///") else None
         location = Path(database).resolve().with_name("mlartifacts").as_uri() if database else None
         try:
-            return client.create_experiment(self._experiment, artifact_location=location)
+            kind = {"mlflow.experimentKind": "custom_model_development"}  # its pages open on curves, not on chats
+            return client.create_experiment(self._experiment, artifact_location=location, tags=kind)
         except mlflow.exceptions.MlflowException:
             found = client.get_experiment_by_name(self._experiment)  # made by another run meanwhile
             if found is None:

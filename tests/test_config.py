@@ -118,3 +118,10 @@ def test_importing_the_config_imports_nothing_heavy() -> None:
 
 def test_yaml_has_every_setting() -> None:
     assert set(yaml.safe_load(to_yaml(Config()))) == set(Config.model_fields)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_the_example_configs_are_valid(path: Path) -> None:
+    Config(**load_yaml(str(path)))

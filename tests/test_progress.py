@@ -2,7 +2,7 @@
 
 import pytest
 
-from app.progress import Display
+from app.progress import Display, print_table
 from app.tracking import Live
 
 
@@ -25,6 +25,13 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].startswith("epoch 2/2  step 11/20")
     assert lines[1].endswith(" left")
     assert lines[2] == "an event"
+
+
+def test_the_table_cuts_nothing_off(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/".join(["a-long-folder-name"] * 8)
+    print_table({"best checkpoint": path})
+    lines = capsys.readouterr().out.splitlines()
+    assert "".join(line.split("│")[2].strip() for line in lines if "│" in line) == path
 
 
 def test_a_long_line_is_not_broken_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
