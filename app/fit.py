@@ -225,6 +225,7 @@ def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display) -
     while True:
         state: DeliveryState = ray.get(tracker.delivery_state.remote())  # type: ignore[assignment]  # ray's stubs
         now = time.monotonic()
+        display.waiting(f"writing the rest to MLflow, {now - began:.0f} s")
         unreachable_since = unreachable_since if state.error else now
         if state.all_sent or now - began > DELIVERY_S or now - unreachable_since > UNREACHABLE_S:
             break

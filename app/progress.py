@@ -36,12 +36,15 @@ class Display:
     def event(self, text: str) -> None:
         self.console.print(Text(text))
 
+    def waiting(self, text: str) -> None:
+        """For a terminal only: what is being waited for."""
+        if self.console.is_terminal:
+            self._live.update(Text(text), refresh=True)
+
     def show(self, live: Live | None) -> None:
         now = time.monotonic()
         if live is None:
-            if self.console.is_terminal:
-                waited = f"starting workers, {now - self._began:.0f} s"
-                self._live.update(Text(waited), refresh=True)
+            self.waiting(f"starting workers, {now - self._began:.0f} s")
             return
         if self._first_step is None:
             self._first_step = (now, live["step"])
