@@ -26,7 +26,7 @@ from app.config import Config
 from app.data.images import DataInfo
 from app.errors import BadInput, TrainingFailed
 from app.metrics import Window
-from app.runs import checkpoint_name, checkpoint_names
+from app.runs import checkpoint_name, checkpoint_names, step_of
 from app.storage import Storage
 
 FORMAT_VERSION = 1
@@ -41,6 +41,9 @@ class Best:
     accuracy: float = 0.0
     loss: float | None = None
     epochs_since: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"val/accuracy": self.accuracy, "val/loss": self.loss} if self.loss is not None else {}
 
     def update(self, step: int, accuracy: float, loss: float) -> bool:
         better = self.loss is None or (accuracy, -loss) > (self.accuracy, -self.loss)
@@ -70,6 +73,11 @@ class Checkpoint:
     position: Position
     model: dict[str, torch.Tensor]
     trainer: dict[str, Any]
+
+    def refuse_other_data(self, info: DataInfo) -> None:
+        """Raise BadInput unless it was trained on data of this kind."""
+        if info != self.info:
+            raise BadInput(f"{self.path} was trained on other data:\n  it has {self.info}\n  this is {info}")
 
 
 def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -151,6 +159,8 @@ class CheckpointWriter:
     def _write(self, step: int, best_step: int, weights: Any, trainer: Any, state: dict[str, Any]) -> None:
         folder = None
         try:
+            if not all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point()):
+                raise ValueError(f"the weights after step {step} are not all finite")
             folder = self._storage.new_folder()
             write_folder(folder, weights, trainer, state)
             self._before_publish()
@@ -161,6 +171,14 @@ class CheckpointWriter:
             self._error = error
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def discard_after(self, step: int) -> None:
+        """Remove checkpoints of later steps. The run goes on from here, so they were no good ones, and
+        would pass for the newest."""
+        if self._enabled:
+            for name in checkpoint_names(self._storage):
+                if step_of(name) > step:
+                    self._storage.delete_folder(name)
 
     def _prune(self, best: str) -> None:
         names = checkpoint_names(self._storage)
@@ -208,7 +226,8 @@ def find_good(storage: Storage, warn: Callable[[str], None], prefer: str | None 
     """The checkpoint `prefer`, else the newest one, that is good; warn(text) is called for each that is not."""
     newest_first = checkpoint_names(storage)[::-1]
     for name in sorted(newest_first, key=lambda name: name != prefer):  # a stable sort
-        problem = problem_with(storage.local_folder(name))
+        with storage.local_folder(name) as folder:
+            problem = problem_with(folder)
         if problem is None:
             return name
         warn(f"skipping {storage.uri(name)}: {problem}")
@@ -223,24 +242,25 @@ def load_checkpoint(storage: Storage, name: str, info: DataInfo | None = None) -
     """
     from safetensors.torch import load_file
 
-    folder, path = storage.local_folder(name), storage.uri(name)
-    problem = problem_with(folder)
-    if problem:
-        raise BadInput(f"{path} is no good checkpoint: {problem}")
-    state = json.loads((folder / STATE).read_text())
-    if state["format_version"] != FORMAT_VERSION:
-        raise BadInput(f"{path} has format {state['format_version']}, this version reads {FORMAT_VERSION}: upgrade")
-    found = DataInfo.from_json(state["data"])
-    if info is not None and info != found:
-        raise BadInput(f"{path} was trained on other data:\n  it has {found}\n  this is {info}")
-    return Checkpoint(
-        path=path,
-        config=Config(**state["config"]),
-        info=found,
-        position=Position(state["step"], Best(**state["best"]), Window(**state["window"])),
-        model=load_file(folder / MODEL),
-        trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),
-    )
+    path = storage.uri(name) if name else storage.root
+    with storage.local_folder(name) as folder:
+        problem = problem_with(folder)
+        if problem:
+            raise BadInput(f"{path} is no good checkpoint: {problem}")
+        state = json.loads((folder / STATE).read_text())
+        if state["format_version"] != FORMAT_VERSION:
+            raise BadInput(f"{path} has format {state['format_version']}, this version reads {FORMAT_VERSION}: upgrade")
+        checkpoint = Checkpoint(
+            path=path,
+            config=Config(**state["config"]),
+            info=DataInfo(**state["data"]),
+            position=Position(state["step"], Best(**state["best"]), Window(**state["window"])),
+            model=load_file(folder / MODEL),
+            trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),
+        )
+    if info is not None:
+        checkpoint.refuse_other_data(info)
+    return checkpoint
 
 
 def load_weights(network: nn.Module, weights: dict[str, torch.Tensor], source: str) -> None:
@@ -264,7 +284,6 @@ def load_weights_file(path: str) -> dict[str, torch.Tensor]:
     """A state dict from a .safetensors file or a .pt file of plain tensors. Raises BadInput otherwise."""
     import pickle
 
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
@@ -273,8 +292,11 @@ def load_weights_file(path: str) -> dict[str, torch.Tensor]:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise BadInput(f"--weights {path}: no such file") from None
-    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
-        raise BadInput(f"--weights {path} is no file of plain tensors: {str(error).splitlines()[0]}") from None
-    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise BadInput(f"--weights {path} must hold a state dict: names and tensors")
+    except Exception as error:  # what damaged bytes raise in torch.load has no common type
+        reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else type(error).__name__
+        raise BadInput(f"--weights {path} is no file of plain tensors ({reason})") from error
+    if not isinstance(weights, dict) or not all(
+        isinstance(value, torch.Tensor) and value.layout == torch.strided for value in weights.values()
+    ):
+        raise BadInput(f"--weights {path} must hold a state dict: names and dense tensors")
     return weights

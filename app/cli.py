@@ -23,7 +23,10 @@ def parse_config(argv: Sequence[str], command: type[Command], prog: str, descrip
     The parser is made from Config's fields, in its groups, without its limits: these are checked
     once, by Config itself, in its own words.
     """
-    defaults = load_yaml(path) if (path := _value_of(argv, "--config")) else {}
+    files = _values_of(argv, "--config")
+    if len(files) > 1:
+        raise BadInput(f"--config is given {len(files)} times ({', '.join(files)}): give one file")
+    defaults = load_yaml(files[0]) if files else {}
     fields: dict[str, Any] = {
         "command": (command, command()),
     }
@@ -51,13 +54,9 @@ def _described(default: Any, help: str) -> Any:
     return Field(default, description=help)
 
 
-def _value_of(argv: Sequence[str], flag: str) -> str | None:
-    for index, word in enumerate(argv):
-        if word == flag and index + 1 < len(argv):
-            return argv[index + 1]
-        if word.startswith(flag + "="):
-            return word.removeprefix(flag + "=")
-    return None
+def _values_of(argv: Sequence[str], flag: str) -> list[str]:
+    following = [argv[index + 1] for index, word in enumerate(argv[:-1]) if word == flag]
+    return following + [word.removeprefix(flag + "=") for word in argv if word.startswith(flag + "=")]
 
 
 def run_main(main: Callable[[Sequence[str]], int]) -> None:

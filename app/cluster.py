@@ -87,9 +87,12 @@ def check_fits(config: Config) -> bool:
             f"and the cluster has {most['GPU']:g}: use fewer workers or --device cpu"
         )
     needed = config.num_workers * config.cpus_per_worker
-    if needed > most["CPU"]:
+    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+    # A worker's CPUs are all on one node.
+    room = sum(int(cpus / config.cpus_per_worker + 1e-9) for cpus in nodes)
+    if needed > most["CPU"] or (not limits and room < config.num_workers):
         raise BadInput(
             f"--num-workers {config.num_workers} x --cpus-per-worker {config.cpus_per_worker:g} needs {needed:g} CPUs, "
-            f"and the cluster has {most['CPU']:g}: lower one of them"
+            f"and the cluster has {most['CPU']:g}, which is room for {room} such workers: lower one of them"
         )
     return use_gpu

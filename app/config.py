@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from app.errors import BadInput
@@ -33,6 +41,9 @@ DATASETS = (
 # 'pkg.module:attribute', the user's own
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+# Validation context: check each setting alone, since flags may still change the others.
+ALONE = "alone"
 
 GROUPS = {
     "run": "What the run is called and where its files go.",
@@ -221,8 +232,15 @@ class Config(BaseModel):
             )
         return name
 
+    def _is_from_torchvision(self) -> bool:
+        from app.models.names import torchvision_models
+
+        return self.model in torchvision_models()
+
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> Self:
+    def _settings_fit_together(self, info: ValidationInfo) -> Self:
+        if info.context == ALONE:
+            return self
         for applies, name, where in (
             (self.optimizer == "sgd", "momentum", "--optimizer sgd"),
             (self.schedule == "step", "step_epochs", "--schedule step"),
@@ -230,10 +248,16 @@ class Config(BaseModel):
             (self.dataset == "synthetic", "synthetic_samples", "--dataset synthetic"),
             (self.dataset == "synthetic", "synthetic_classes", "--dataset synthetic"),
             (self.dataset in ("synthetic", "image-folder"), "image_channels", "--dataset image-folder or synthetic"),
+            (self.dataset not in ("synthetic", "digits"), "data_dir", "data that is read from files"),
         ):
             value = getattr(self, name)
             if value is not None and not applies:
                 raise BadInput(f"{flag(name)} {value} has an effect only with {where}: leave it out")
+        if self.weights is not None and not is_weights_file(self.weights) and not self._is_from_torchvision():
+            raise BadInput(
+                f"--weights {self.weights}: allowed for --model {self.model} are files (.safetensors, .pt, .pth); "
+                "only torchvision's models have weights with a name"
+            )
         if self.batch_size < self.num_workers:
             raise BadInput(
                 f"--batch-size {self.batch_size} is less than --num-workers {self.num_workers}: the batch is shared "
@@ -246,6 +270,11 @@ class Config(BaseModel):
         if self.dataset == "image-folder" and self.data_dir is None:
             raise BadInput("--dataset image-folder needs --data-dir, the folder with a subfolder for each class")
         return self
+
+
+def is_weights_file(weights: str) -> bool:
+    """Whether --weights names a file rather than one of torchvision's weights."""
+    return weights.endswith((".safetensors", ".pt", ".pth"))
 
 
 def flag(field: str) -> str:
@@ -293,15 +322,16 @@ def load_yaml(path: str) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise BadInput(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput(f"--config {path} is no YAML: {error}") from None
-    if not isinstance(values, Mapping):
-        raise BadInput(f"--config {path} must hold 'setting: value' lines, and holds {type(values).__name__}")
+    values = {} if values is None else values  # an empty file, or one of comments
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise BadInput(f"--config {path} must hold lines of 'setting: value' with names as keys")
     try:
-        Config.model_validate(dict(values))
+        config = Config.model_validate(dict(values), context=ALONE)
     except BadInput as error:
         raise BadInput(f"--config {path}: {error}") from None
-    return dict(values)
+    return {name: getattr(config, name) for name in values}
 
 
 def to_yaml(config: Config) -> str:

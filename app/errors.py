@@ -9,6 +9,11 @@ class BadInput(Exception):
     """
 
 
+def plain_message(error: Exception) -> str:
+    """Its words alone: torch's DataLoader hands over an error of its processes with the traceback as text."""
+    return str(error).rpartition(f"{BadInput.__module__}.BadInput: ")[2].strip()
+
+
 class TrainingFailed(Exception):
     """Training ran and could not go on. Exit code 1."""
 

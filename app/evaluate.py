@@ -65,7 +65,7 @@ def find_checkpoint(given: str) -> str:
                 return f"{path}/checkpoints/{best}"
         if names:
             return f"{path}/checkpoints/{names[-1]}"
-        raise BadInput(f"{given}: this run has no checkpoint yet")
+        raise BadInput(f"{given}: this run has no checkpoint")
     raise BadInput(f"{given} is no run's folder, no run below ./runs, and no checkpoint's folder")
 
 
@@ -76,25 +76,22 @@ def evaluate_share(
     import torch
 
     from app.checkpoint import load_checkpoint, load_weights
-    from app.data.splits import check_data, load_splits
+    from app.data.splits import load_splits
     from app.distributed import World
     from app.loop import evaluate
     from app.models.build import Normalize, build_model
-    from app.setup import evaluation_loader
+    from app.setup import evaluation_loader, in_layout
 
     if device_name == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device cuda: there is no GPU here")
     device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(Storage(path), "")
     config = checkpoint.config.model_copy(update={"data_dir": data_dir or checkpoint.config.data_dir})
-    check_data(config)
     splits = load_splits(config)
-    if splits.info != checkpoint.info:
-        raise BadInput(f"{path} was trained on other data:\n  it has {checkpoint.info}\n  this is {splits.info}")
+    checkpoint.refuse_other_data(splits.info)
     network = build_model(config, splits.info, pretrained=False)
     load_weights(network, checkpoint.model, path)
-    if config.channels_last:
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack it
+    in_layout(network, config)
     loader = evaluation_loader(config, splits[split], World(rank, world_size), device)
     batches = ({key: _to(value, device) for key, value in batch.items()} for batch in loader)
     result = evaluate(
@@ -118,9 +115,13 @@ def evaluate_on_ray(path: str, command: Command, data_dir: str | None) -> tuple[
     """Shares as Ray tasks; their sums added up give exactly what one process gets."""
     from app.checkpoint import load_checkpoint
     from app.cluster import connected
+    from app.data.splits import check_data
 
     config = load_checkpoint(Storage(path), "").config
-    config = config.model_copy(update={"num_workers": command.num_workers, "device": command.device})
+    check_data(config.model_copy(update={"data_dir": data_dir or config.data_dir}))  # once, not in each task
+    # What a task needs, not what the training needed.
+    needs = {"num_workers": command.num_workers, "device": command.device, "cpus_per_worker": 1.0}
+    config = config.model_copy(update={**needs, "sync_batchnorm": False})
     with connected(config, verbose=False) as cluster:
         import ray
         from ray.exceptions import RayTaskError
@@ -142,6 +143,7 @@ def evaluate_on_ray(path: str, command: Command, data_dir: str | None) -> tuple[
 
 def report(path: str, split: str, result: Evaluation, class_names: tuple[str, ...]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from app.progress import console
 
@@ -150,15 +152,15 @@ def report(path: str, split: str, result: Evaluation, class_names: tuple[str, ..
         table.add_column(column, justify="left" if column == "class" else "right")
     rows = result.per_class()
     for name, row in zip(class_names, rows, strict=True):
-        table.add_row(name, *(f"{row[key]:.4f}" for key in ("precision", "recall", "f1")), str(row["support"]))
+        table.add_row(Text(name), *(f"{row[key]:.4f}" for key in ("precision", "recall", "f1")), str(row["support"]))
     output = console()
     output.print(table)
     if len(class_names) <= 20:
         matrix = Table(title="confusion matrix: a row per class, a column per prediction")
         for name in ("", *class_names):
-            matrix.add_column(name, justify="right")
+            matrix.add_column(Text(name), justify="right")
         for name, counts in zip(class_names, result.confusion, strict=True):
-            matrix.add_row(name, *map(str, counts))
+            matrix.add_row(Text(name), *map(str, counts))
         output.print(matrix)
     content = {
         "checkpoint": path,

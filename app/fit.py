@@ -2,38 +2,39 @@
 
 import getpass
 import importlib
-import os
 import platform
 import shutil
-import signal
 import subprocess
 import threading
 import time
 import traceback
 from concurrent.futures import Future
+from dataclasses import replace
 from importlib.metadata import version
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from app.cluster import Cluster, connected
 from app.config import CALLABLE, Config, to_yaml
 from app.data.splits import check_data
+from app.deliver import without_credentials
 from app.errors import BadInput
+from app.interrupt import Interrupt
 from app.progress import Display
 from app.runs import (
+    LENGTH_DEPENDENT_SCHEDULES,
     Run,
     Summary,
-    checkpoint_names,
+    checkpoint_name,
     checkpoint_storage,
+    held,
     open_run,
     remove_leftovers,
     resolved,
     run_storage,
-    step_of,
     tracking_directory,
     write_run,
 )
-from app.tracking import DeliveryState, Tracker, without_credentials
+from app.tracking import DeliveryState, Tracker
 from app.user_code import find_callable
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def fit(config: Config, verbose: bool = False, display: Display | None = None) -
     config = config.model_copy(update={"tracking_uri": without_credentials(config.tracking_uri or "")})
     run = open_run(config)
     if run.status == "finished" and run.summary is not None:
-        display.event(f"run {config.run_name} is finished; raise --epochs to go on, or choose another --run-name")
+        longer = "" if config.schedule in LENGTH_DEPENDENT_SCHEDULES else "raise --epochs to go on, or "
+        display.event(f"run {config.run_name} is finished; {longer}choose another --run-name to start afresh")
         return run.summary, 0
     check_data(config)
     if CALLABLE.fullmatch(config.model):
@@ -67,7 +69,7 @@ def fit(config: Config, verbose: bool = False, display: Display | None = None) -
 
     # torch takes seconds to import: beside Ray's start, not after it.
     threading.Thread(target=importlib.import_module, args=("app.worker",), daemon=True).start()
-    with Interrupt() as interrupt, display, connected(config, verbose) as cluster:
+    with held(config), Interrupt() as interrupt, display, connected(config, verbose) as cluster:
         for note in cluster.notes:
             display.event(note)
         remove_leftovers(config)
@@ -82,7 +84,7 @@ def fit(config: Config, verbose: bool = False, display: Display | None = None) -
         summary = finish(config, outcome, tracker, display)
     if outcome.exit_code == 2:
         raise BadInput(outcome.error or "")
-    return summary, 128 + interrupt.signal if interrupt.signal and summary.status == "killed" else outcome.exit_code
+    return summary, 128 + interrupt.signal if interrupt.count and summary.status == "killed" else outcome.exit_code
 
 
 def failed(error: Exception) -> "Outcome":
@@ -125,29 +127,6 @@ def tags(config: Config, cluster: Cluster) -> dict[str, str]:
     return found
 
 
-class Interrupt:
-    """Ctrl-C and SIGTERM ask for a checkpoint and an orderly end; the second one leaves at once."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # only there can they be caught
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._caught)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            os._exit(128 + number)
-        self.signal = number
-
-
 def train_watched(config: Config, cluster: Cluster, tracker: Any, display: Display, interrupt: Interrupt) -> "Outcome":
     """Run Ray Train in a thread; show its progress in this one, which also hears the signals."""
     import ray
@@ -164,22 +143,23 @@ def train_watched(config: Config, cluster: Cluster, tracker: Any, display: Displ
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    events_seen, stopping = 0, False
+    events_seen, told = 0, False
     while True:
         ended = not thread.is_alive()
-        live, events = ray.get(tracker.progress.remote(events_seen))
+        live, events, seen = ray.get(tracker.progress.remote(events_seen))
         for event in events:
             display.event(event)
-        events_seen += len(events)
+        events_seen = seen
         display.show(live)
         if ended:
             return training.result()
-        if interrupt.signal is not None and not stopping:
-            stopping = True
-            tracker.request_stop.remote()
-            if live is None:  # no step was made: there is nothing to save
+        if interrupt.count:
+            tracker.request_stop.remote()  # again and again: a Tracker that was restarted has forgotten it
+            if live is None or interrupt.count > 1:  # not a step was made, so there is nothing to save
                 return Outcome("killed")
-            display.event("stopping after a checkpoint; once more to leave at once")
+            if not told:
+                told = True
+                display.event("stopping after a checkpoint; once more to leave at once")
         thread.join(LOOK_EVERY_S)
 
 
@@ -215,6 +195,28 @@ def train_on_ray(config: Config, cluster: Cluster, tracker: Any) -> "Outcome":
         return Outcome("failed", error=message, exit_code=exit_code)
 
 
+def as_far_as_saved(config: Config, outcome: "Outcome") -> "Outcome":
+    """The outcome with what the newest good checkpoint tells."""
+    from app.checkpoint import find_good, load_checkpoint
+    from app.data.sampling import Schedule
+
+    storage = checkpoint_storage(config)
+    name = find_good(storage, warn=print)
+    if name is None:
+        return outcome
+    checkpoint = load_checkpoint(storage, name)
+    schedule, step = Schedule(checkpoint.info.num_train, config.batch_size, config.epochs), checkpoint.position.step
+    best = find_good(storage, warn=print, prefer=checkpoint_name(checkpoint.position.best.step)) or name
+    return replace(
+        outcome,
+        checkpoint=storage.uri(best),
+        epoch=schedule.epochs_begun(step),
+        step=step,
+        samples_seen=schedule.samples_before(step),
+        metrics=checkpoint.position.best.metrics(),
+    )
+
+
 def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display) -> Summary:
     """Close the MLflow run, wait for its records to be delivered, and write down how the run ended."""
     import ray
@@ -232,20 +234,17 @@ def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display) -
         time.sleep(LOOK_EVERY_S)
     if not state.all_sent:
         display.event(
-            f"not everything is in MLflow yet; deliver it with: python -m app.tracking {run_storage(config).root}"
+            f"not everything is in MLflow yet; deliver it with: python -m app.deliver {run_storage(config).root}"
         )
-    checkpoint, step = outcome.checkpoint, outcome.step
-    if checkpoint is None:  # the workers could not say
-        storage = checkpoint_storage(config)
-        names = checkpoint_names(storage)
-        checkpoint, step = (storage.uri(names[-1]), step_of(names[-1])) if names else (None, 0)
+    if outcome.checkpoint is None:  # the workers could not say
+        outcome = as_far_as_saved(config, outcome)
     summary = Summary(
         run_name=config.run_name or "",
         run_id=state.run_id,
         status=outcome.status,
-        checkpoint=checkpoint,
+        checkpoint=outcome.checkpoint,
         epoch=outcome.epoch,
-        step=step,
+        step=outcome.step,
         samples_seen=outcome.samples_seen,
         samples_per_s=outcome.samples_per_s,
         metrics=outcome.metrics,

@@ -95,7 +95,9 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     totals = torch.zeros(3, dtype=torch.float64, device=training.device)
     totals[2] = float(stop)
     pending = None
-    parts = np.array_split(np.arange(kept), min(config.grad_accumulation, kept))
+    # As many parts on every rank: synchronized batch norm is a collective in each forward pass.
+    num_parts = max(1, min(config.grad_accumulation, batch["global_count"] // training.world.size))
+    parts = np.array_split(np.arange(kept), num_parts)
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
         rows = slice(int(part[0]), int(part[-1]) + 1)

@@ -23,7 +23,7 @@ def learning_rate(step: int, config: Config, schedule: Schedule) -> float:
     Rises linearly over the warm-up, then: constant; cosine (Loshchilov and Hutter 2016, one half
     wave) or linear to 0 just after the last step; or multiplied by step_factor every step_epochs.
     """
-    warmup = min(round(config.warmup_epochs * schedule.steps_per_epoch), schedule.total_steps)
+    warmup = round(config.warmup_epochs * schedule.steps_per_epoch)
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, schedule.total_steps - warmup)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.tracking import read_records
+from app.spool import read_records
 
 
 def draw(directory: Path, arrays: Path) -> list[Path]:

@@ -81,7 +81,7 @@ def print_table(rows: dict[str, str]) -> None:
     table.add_column()
     table.add_column(overflow="fold")  # a path is of no use with its end cut off
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # a path may look like markup
     console().print(table)
 
 

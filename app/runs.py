@@ -1,19 +1,27 @@
 """A run's name is its identity: start it, go on with it, or say that it is finished."""
 
+import contextlib
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
+import socket
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from app.config import Config, effect_of, flag
+from app.config import Config, effect_of, flag, is_weights_file
 from app.errors import BadInput
 from app.storage import Storage
 
 RUN = "run.json"
+CHECKPOINT = re.compile(r"checkpoint-\d{9,}")
+TRACKING_SCHEMES = ("http", "https", "databricks", "sqlite", "postgresql", "mysql", "mssql")
 Status = Literal["running", "finished", "failed", "killed"]
 LENGTH_DEPENDENT_SCHEDULES = ("cosine", "linear")
 
@@ -51,26 +59,37 @@ class Run:
 
 def resolved(config: Config) -> Config:
     """The config with a run name, and with paths that mean the same in every process."""
-    data_dir = config.data_dir
-    if data_dir is not None and "://" not in data_dir:
-        data_dir = os.path.abspath(data_dir)
+    data_dir, weights = config.data_dir, config.weights
+    if data_dir is not None:
+        data_dir = _absolute(data_dir)
     elif data_dir is None and config.dataset not in ("digits", "synthetic") and ":" not in config.dataset:
         data_dir = os.path.abspath("data")
     uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         uri = "sqlite:///" + os.path.abspath(uri.removeprefix("sqlite:///"))
-    elif uri != "none" and "://" not in uri:
+    elif uri != "none" and uri.partition("://")[0].partition("+")[0] not in TRACKING_SCHEMES:
         raise BadInput(
             f"--tracking-uri {uri}: allowed are http(s)://SERVER, a database such as sqlite:///mlflow.db, and none"
         )
+    if weights is not None and is_weights_file(weights):
+        weights = _absolute(weights)
+        if not os.path.isfile(weights):
+            raise BadInput(f"--weights {config.weights}: no such file")
+    if "@" in urlsplit(config.output_dir).netloc:
+        raise BadInput("--output-dir has a user or password in it: leave them to the environment of the nodes")
     return config.model_copy(
         update={
             "run_name": config.run_name or generated_name(config),
-            "output_dir": config.output_dir if "://" in config.output_dir else os.path.abspath(config.output_dir),
+            "output_dir": _absolute(config.output_dir),
             "data_dir": data_dir,
+            "weights": weights,
             "tracking_uri": uri,
         }
     )
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def generated_name(config: Config) -> str:
@@ -91,8 +110,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_names(storage: Storage) -> list[str]:
-    """The checkpoints in a run's checkpoint storage, oldest first, good or not."""
-    return [name for name in storage.names("") if name.startswith("checkpoint-")]
+    """The checkpoints in a run's checkpoint storage, oldest first, good or not. Other names are not ours."""
+    return [name for name in storage.names("") if CHECKPOINT.fullmatch(name)]
 
 
 def step_of(checkpoint: str) -> int:
@@ -136,12 +155,17 @@ def open_run(config: Config) -> Run:
     """The run by this name, ready to go on, or a new one.
 
     A finished run that has nothing left to do comes back as finished. Raises BadInput where the config
-    would change the result of the run that has this name.
+    would change the result of the run that has this name. One without a checkpoint never began: its
+    name is free for any config.
     """
-    storage = run_storage(config)
-    known = read_run(storage)
-    if known is None:
+    known, names = read_run(run_storage(config)), checkpoint_names(checkpoint_storage(config))
+    if not names:
         return Run(config, "running")
+    if known is None:
+        raise BadInput(
+            f"--run-name {config.run_name}: {checkpoint_storage(config).root} has checkpoints, but there is no "
+            "run.json that says what they are of; restore it, or choose another --run-name"
+        )
     refuse_changes(known.config, config)
     longer = any(getattr(known.config, name) != getattr(config, name) for name in length_fields())
     if known.status == "finished" and not longer:
@@ -176,9 +200,42 @@ def refuse_changes(old: Config, new: Config) -> None:
         )
 
 
+@contextlib.contextmanager
+def held(config: Config) -> Iterator[None]:
+    """Hold the run's name against a second job. Raises BadInput, saying who holds it.
+
+    A lock of the operating system on run.lock: it ends with its process, so a dead holder blocks nobody.
+    Object stores have none; there it is up to the person.
+    """
+    root = run_storage(config).local
+    if root is None:
+        yield
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "run.lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise BadInput(
+                f"--run-name {config.run_name} is being trained right now by {holder}; "
+                "wait for it, stop it, or choose another --run-name"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
 def remove_leftovers(config: Config) -> None:
-    """Half-written checkpoints of a process that was killed."""
+    """Half-written checkpoints of a process that was killed, and the records of a run that never began."""
     storage = checkpoint_storage(config)
+    if not checkpoint_names(storage):
+        root = run_storage(config)
+        shutil.rmtree(tracking_directory(root.root), ignore_errors=True)
+        if "mlflow.json" in root.names(""):
+            root.delete("mlflow.json")
     if storage.local and storage.local.is_dir():
         for folder in storage.local.glob(".unfinished-*"):
             shutil.rmtree(folder)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from app.checkpoint import Checkpoint, load_weights, load_weights_file
-from app.config import Config
+from app.config import Config, is_weights_file
 from app.data.augment import build_augment
 from app.data.images import DataInfo, ImageSet
 from app.data.loader import build_loader
@@ -17,7 +17,7 @@ from app.data.sampling import EvaluationBatches, Schedule, TrainingBatches
 from app.data.splits import Splits
 from app.distributed import World, derive_seed
 from app.errors import BadInput
-from app.models.build import build_model, is_file
+from app.models.build import build_model
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
@@ -36,13 +36,45 @@ def build_network(config: Config, info: DataInfo, checkpoint: Checkpoint | None)
     network = build_model(config, info, pretrained=checkpoint is None)
     if checkpoint is not None:
         load_weights(network, checkpoint.trainer.get("trained_weights", checkpoint.model), checkpoint.path)
-    elif config.weights is not None and is_file(config.weights):
+    elif config.weights is not None and is_weights_file(config.weights):
         load_weights(network, load_weights_file(config.weights), f"--weights {config.weights}")
     if config.sync_batchnorm:
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    return in_layout(network, config)
+
+
+def in_layout(network: nn.Module, config: Config) -> nn.Module:
     if config.channels_last:
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack it
     return network
+
+
+def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, schedule: Schedule, world: World) -> None:
+    """Raise BadInput if batch norm cannot train on the fewest samples that a forward pass will get."""
+    smallest = schedule.smallest_batch // world.size // config.grad_accumulation
+    if smallest > 1 or not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules()):
+        return
+    try:
+        copy.deepcopy(network).train()(torch.zeros(1, *info.input_shape))
+    except ValueError as error:  # 'Expected more than 1 value per channel when training'
+        raise BadInput(
+            f"--batch-size {config.batch_size}: an epoch's last batch has {schedule.smallest_batch} samples, of which "
+            f"a worker computes one by itself at --num-workers {world.size} and --grad-accumulation "
+            f"{config.grad_accumulation}, and {config.model}'s batch norm cannot train on one; change one of the three"
+        ) from error
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load its state, in the memory layout of the parameters.
+
+    The saved tensors keep the layout they had; torch's fused kernels pair them with the parameters by
+    place in memory, so another channels_last would silently mix them up.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def build_ema(config: Config, network: nn.Module, checkpoint: Checkpoint | None) -> nn.Module | None:
@@ -70,7 +102,7 @@ def training_loader(
 
 def evaluation_loader(config: Config, images: ImageSet, world: World, device: torch.device) -> DataLoader:
     """Every sample once, in order, this rank's part. Batches are larger: no backward pass needs memory."""
-    batches = EvaluationBatches(len(images.labels), 4 * config.batch_size, world)
+    batches = EvaluationBatches(len(images.labels), max(1, 4 * config.batch_size // config.grad_accumulation), world)
     return build_loader(images, batches, **_reading(config, images, device))
 
 

@@ -4,10 +4,12 @@ A file or a folder appears whole or not at all on a disk (written beside its pla
 Object stores cannot rename folders: there a checkpoint's manifest, written last, makes it whole.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from app.errors import BadInput
@@ -47,7 +49,7 @@ class Storage:
         return sorted(info.base_name for info in found)
 
     def read(self, path: str) -> bytes | None:
-        """A file's bytes; None if there is no such file."""
+        """A file's bytes; None if there is no such file. Raises BadInput if it cannot be read."""
         try:
             if self.local:
                 return (self.local / path).read_bytes()
@@ -55,6 +57,8 @@ class Storage:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise BadInput(f"{self.uri(path)} cannot be read: {error.strerror or error}") from None
 
     def write(self, path: str, data: bytes) -> None:
         """Replace a file. Raises OSError if it cannot be written."""
@@ -78,6 +82,9 @@ class Storage:
         if self.local:
             target = self.local / path
             target.parent.mkdir(parents=True, exist_ok=True)
+            for file in source.iterdir():  # on the disk before its name is: a power cut must not leave half of it
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
             if target.exists():  # an unfinished or damaged one of the same step
                 shutil.rmtree(target)
             os.rename(source, target)
@@ -95,16 +102,24 @@ class Storage:
             self.local.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".unfinished-", dir=self.local))
 
-    def local_folder(self, path: str) -> Path:
+    @contextlib.contextmanager
+    def local_folder(self, path: str) -> Iterator[Path]:
         """The folder on this machine's disk: where it is, or fetched into a temporary folder."""
         if self.local:
-            return self.local / path
-        target = Path(tempfile.mkdtemp(prefix="evenkeel-"))
-        for name in self.names(path):
-            data = self.read(f"{path}/{name}")
-            assert data is not None
-            (target / name).write_bytes(data)
-        return target
+            yield self.local / path
+            return
+        with tempfile.TemporaryDirectory(prefix="evenkeel-") as folder:
+            for name in self.names(path):
+                data = self.read(f"{path}/{name}")
+                assert data is not None
+                Path(folder, name).write_bytes(data)
+            yield Path(folder)
+
+    def delete(self, path: str) -> None:
+        if self.local:
+            (self.local / path).unlink()
+        else:
+            self._remote().delete_file(f"{self._base}/{path}")
 
     def delete_folder(self, path: str) -> None:
         if self.local:
@@ -115,11 +130,11 @@ class Storage:
     def check_writable(self) -> None:
         """Raise BadInput if nothing can be written here."""
         try:
+            existed = self.local is not None and self.local.exists()
             self.write(".writable", b"")
-            if self.local:
-                (self.local / ".writable").unlink()
-            else:
-                self._remote().delete_file(f"{self._base}/.writable")
+            self.delete(".writable")
+            if self.local and not existed:
+                self.local.rmdir()
         except OSError as error:
             raise BadInput(
                 f"--output-dir: {self.root} cannot be written to ({error.strerror or error}); choose another one"

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from app.cli import parse_config, run_main
 from app.config import to_yaml
+from app.deliver import without_credentials
 from app.runs import Summary, resolved
 
 
@@ -26,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
     argv = ["--verbose" if word == "-v" else word for word in argv]
     config, command = parse_config(argv, Command, "python -m app.train", "Train a classifier on Ray.")
     if command.print_config:
-        print(to_yaml(resolved(config)), end="")
+        shown = resolved(config)
+        uri = without_credentials(shown.tracking_uri or "")
+        print(to_yaml(shown.model_copy(update={"tracking_uri": uri})), end="")
         return 0
 
     # From here on it takes seconds: what the settings alone can tell is known.

@@ -18,6 +18,10 @@ def find_callable(flag: str, reference: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise BadInput(f"{flag} {reference}: {error}; it is looked for from {os.getcwd()} and on PYTHONPATH") from None
+    except Exception as error:
+        raise BadInput(
+            f"{flag} {reference}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, attribute, None)
     if not callable(found):
         raise BadInput(f"{flag} {reference}: {module_name} has no callable {attribute}")

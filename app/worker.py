@@ -3,6 +3,8 @@
 data -> restore -> model -> optimizer -> loaders -> steps: train, record, evaluate, save -> test
 """
 
+import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +20,22 @@ from app.config import Config
 from app.data.sampling import Schedule
 from app.data.splits import Splits, load_splits
 from app.distributed import any_rank, current_world, from_rank_zero
-from app.errors import BadInput, NonFiniteLoss, TrainingFailed
+from app.errors import BadInput, NonFiniteLoss, TrainingFailed, plain_message
 from app.loop import Training, evaluate, train
 from app.metrics import Window
 from app.models.build import Normalize
 from app.optim import build_optimizer, learning_rate
 from app.reporter import Reporter
 from app.runs import Status, checkpoint_name, checkpoint_storage
-from app.setup import build_ema, build_network, evaluation_loader, set_up_torch, training_loader
+from app.setup import (
+    build_ema,
+    build_network,
+    check_smallest_part,
+    evaluation_loader,
+    load_optimizer,
+    set_up_torch,
+    training_loader,
+)
 from app.storage import Storage
 
 NUM_WORST = 25
@@ -49,7 +59,11 @@ class Outcome:
 
 
 class RefusedTogether(Exception):
-    """Every rank knows that the input is bad: all return, and none waits for another."""
+    """Every rank knows that it cannot start: all return, none waits for another, and none is restarted."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.message, self.exit_code = message, exit_code
 
 
 def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
@@ -61,11 +75,11 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
         try:
             return run(config, reporter)
         except RefusedTogether as error:
-            return Outcome("failed", error=str(error), exit_code=2)
+            return Outcome("failed", error=error.message, exit_code=error.exit_code)
         except (BadInput, TrainingFailed) as error:
             # On this rank only, and the others wait for it: Ray has to end them. The workers it then
             # starts return at once with this message.
-            reporter.fail(str(error), 2 if isinstance(error, BadInput) else 1)
+            reporter.fail(plain_message(error), 2 if isinstance(error, BadInput) else 1)
             raise
 
 
@@ -74,21 +88,23 @@ def run(config: Config, reporter: Reporter) -> Outcome:
 
     found = agreed_checkpoint(storage, reporter)
 
-    def prepare() -> tuple[Splits, Checkpoint | None, torch.nn.Module]:
+    def prepare() -> tuple[Splits, Schedule, Checkpoint | None, torch.nn.Module]:
         set_up_torch(config, device)
         splits = load_splits(config)
+        schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
         checkpoint = load_checkpoint(storage, found, splits.info) if found else None
-        return splits, checkpoint, build_network(config, splits.info, checkpoint)
+        network = build_network(config, splits.info, checkpoint)
+        check_smallest_part(network, config, splits.info, schedule, world)
+        return splits, schedule, checkpoint, network
 
-    splits, checkpoint, network = together(prepare, reporter, device)
+    splits, schedule, checkpoint, network = together(prepare, reporter, device)
     if checkpoint is not None:
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
     ddp_options = {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
     model = ray.train.torch.prepare_model(network, parallel_strategy_kwargs=ddp_options)
     optimizer = build_optimizer(config, list(network.parameters()))
     if checkpoint is not None:
-        optimizer.load_state_dict(checkpoint.trainer["optimizer"])
-    schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
+        load_optimizer(optimizer, checkpoint.trainer["optimizer"])
     training = Training(
         config=config,
         schedule=schedule,
@@ -110,6 +126,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
     status: Status = "finished"
     error, began_at, train_seconds = None, position.step, 0.0
     with CheckpointWriter(storage, config, splits.info, reporter.flush, enabled=world.rank == 0) as writer:
+        writer.discard_after(position.step)
         if checkpoint is None:
             writer.save(position, network, optimizer, training.ema)  # there is always one to go back to
         steps = train(training, train_loader, reporter.stop_requested) if wants_more(config, position) else ()
@@ -133,6 +150,8 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                     validation = evaluate(
                         training.evaluated, training.normalize, val_loader, splits.info.num_classes, config, device
                     )
+                    if not math.isfinite(validation.loss):  # the same number on every rank
+                        raise NonFiniteLoss(f"the validation loss is {validation.loss} after step {position.step}")
                     reporter.metrics(position.step, validation.metrics("val"))
                     improved = position.best.update(position.step, validation.accuracy, validation.loss)
                 reporter.live(position.step, schedule, now=epoch_ended)
@@ -152,14 +171,11 @@ def run(config: Config, reporter: Reporter) -> Outcome:
     # at the end: test the best weights
     best_name = agreed_checkpoint(storage, reporter, prefer=checkpoint_name(position.best.step))
     assert best_name is not None
-    metrics = (
-        {"val/accuracy": position.best.accuracy, "val/loss": position.best.loss}
-        if position.best.loss is not None
-        else {}
-    )
+    metrics = position.best.metrics()
     if status == "finished":
         metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
         reporter.metrics(position.step, metrics)
+    reporter.flush()
     samples = schedule.samples_before(position.step)
     return Outcome(
         status,
@@ -180,16 +196,18 @@ def wants_more(config: Config, position: Position) -> bool:
 
 
 def together(work: Callable[[], T], reporter: Reporter, device: torch.device) -> T:
-    """work(), or RefusedTogether on all ranks if it raised BadInput on any."""
+    """work(), or RefusedTogether on all ranks if it raised on any."""
     result = None
     try:
         result = work()
     except BadInput as error:
-        reporter.fail(str(error), 2)
+        reporter.fail(plain_message(error), 2)
+    except Exception:  # in the user's model or data set, say: it would fail again after a restart
+        reporter.fail(f"setting up failed:\n{traceback.format_exc()}", 1)
     if any_rank(result is None, device):
         failure = reporter.failure()
         assert failure is not None
-        raise RefusedTogether(failure[0])
+        raise RefusedTogether(*failure)
     assert result is not None
     return result
 

@@ -167,6 +167,29 @@ def test_a_failed_save_is_raised_and_harms_nothing(tmp_path: Path, monkeypatch: 
     assert find_good(storage, print) == "checkpoint-000000001"
 
 
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    network, optimizer = trained()
+    nn.init.constant_(network.get_parameter("fc.weight"), float("nan"))
+    with (
+        pytest.raises(TrainingFailed, match="the weights after step 2 are not all finite"),
+        CheckpointWriter(storage, Config(), INFO) as writer,
+    ):
+        writer.save(Position(2), network, optimizer)
+    assert os.listdir(tmp_path) == []
+
+
+def test_damaged_checkpoints_of_later_steps_do_not_outlive_new_ones(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    write(storage, 3, 9, best=3)
+    cut(folder(storage, 9) / MODEL)
+    assert find_good(storage, lambda _: None) == "checkpoint-000000003"
+    with CheckpointWriter(storage, Config(), INFO) as writer:
+        writer.discard_after(3)
+        writer.save(Position(6, Best(3, 0.5, 1.0)), *trained())
+    assert checkpoint_names(storage) == ["checkpoint-000000003", "checkpoint-000000006"]
+
+
 def test_nothing_is_published_before_the_records_are_written(tmp_path: Path) -> None:
     storage, network_and_optimizer, seen = Storage(str(tmp_path)), trained(), []
     with CheckpointWriter(storage, Config(), INFO, lambda: seen.append(checkpoint_names(storage))) as writer:
@@ -233,6 +256,11 @@ def test_weights_files(tmp_path: Path) -> None:
     (tmp_path / "text.safetensors").write_text("hello")
     with pytest.raises(BadInput, match="no file of plain tensors"):
         load_weights_file(str(tmp_path / "text.safetensors"))
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "text.pt").write_text("hello")
+    for name in ("empty.pt", "text.pt"):
+        with pytest.raises(BadInput, match=f"{name} is no file of plain tensors"):
+            load_weights_file(str(tmp_path / name))
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(BadInput, match="must hold a state dict"):
         load_weights_file(str(tmp_path / "list.pt"))

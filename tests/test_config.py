@@ -38,6 +38,9 @@ REFUSED = [
     ({"synthetic_samples": 100}, ["--synthetic-samples 100", "--dataset synthetic"]),
     ({"image_channels": 1}, ["--image-channels 1", "image-folder"]),
     ({"dataset": "image-folder"}, ["--data-dir", "image-folder"]),
+    ({"data_dir": "here"}, ["--data-dir here", "read from files"]),
+    ({"weights": "DEFAULT"}, ["--weights DEFAULT", "--model mnist-cnn", ".safetensors"]),
+    ({"weights": "w.ckpt"}, ["--weights w.ckpt", ".pt"]),
     ({"bach_size": 8}, ["bach_size is no setting", "did you mean batch_size"]),
     ({"seed": -1}, ["--seed", "-1", "at least 0"]),
 ]
@@ -69,9 +72,10 @@ def test_defaults_are_valid_and_survive_yaml(tmp_path: Path) -> None:
     [
         ("lrr: 1", ["lrr is no setting", "did you mean lr?"]),
         ("lr: -1", ["--lr -1", "greater than 0"]),
-        ("- a\n- b", ["list"]),
+        ("- a\n- b", ["setting: value"]),
+        ("1: 2", ["setting: value"]),
+        ("lr: " + "[" * 5000, ["no YAML"]),
         ("lr: [", ["no YAML"]),
-        ("", ["NoneType"]),
     ],
 )
 def test_a_wrong_yaml_names_the_file(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -81,6 +85,17 @@ def test_a_wrong_yaml_names_the_file(tmp_path: Path, text: str, words: list[str]
         load_yaml(str(path))
     for word in [str(path), *words]:
         assert word in str(error.value)
+
+
+def test_a_yaml_is_completed_by_flags(tmp_path: Path) -> None:
+    """What does not fit together in the file alone may fit with the flags."""
+    path = tmp_path / "c.yaml"
+    path.write_text("momentum: 0.5\nbatch_size: 2\nnum_workers: 4\ndataset: image-folder\nlr: 1e-3\n")
+    values = load_yaml(str(path))
+    assert values["lr"] == 0.001  # YAML's own 1e-3 is a text
+    with pytest.raises(BadInput):
+        Config(**values)
+    Config(**{**values, "optimizer": "sgd", "batch_size": 8, "data_dir": "photos"})
 
 
 def test_a_missing_yaml_is_named() -> None:

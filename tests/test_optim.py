@@ -21,6 +21,14 @@ def test_warm_up_rises_to_the_peak_and_never_starts_at_zero() -> None:
     assert found[10:] == [1.0] * 90
 
 
+def test_raising_the_length_leaves_the_steps_done_as_they_were() -> None:
+    config = Config(lr=1.0, schedule="constant", warmup_epochs=1.0)
+    short, long = (Schedule(num_samples=100, batch_size=10, epochs=10, max_steps=steps) for steps in (5, 50))
+    assert [learning_rate(step, config, short) for step in range(5)] == [
+        learning_rate(step, config, long) for step in range(5)
+    ]
+
+
 def test_cosine_is_torchs_own() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

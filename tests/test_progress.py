@@ -34,6 +34,11 @@ def test_the_table_cuts_nothing_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert "".join(line.split("│")[2].strip() for line in lines if "│" in line) == path
 
 
+def test_a_path_that_looks_like_markup_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table({"best checkpoint": "/tmp/runs[v2]/a[/b]"})
+    assert "/tmp/runs[v2]/a[/b]" in capsys.readouterr().out
+
+
 def test_a_long_line_is_not_broken_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     Display().event("x" * 500)
     assert capsys.readouterr().out == "x" * 500 + "\n"

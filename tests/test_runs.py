@@ -1,5 +1,8 @@
 """A run's name is its identity."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,9 @@ from app.errors import BadInput
 from app.runs import (
     Run,
     Summary,
+    checkpoint_names,
+    checkpoint_storage,
+    held,
     open_run,
     read_run,
     remove_leftovers,
@@ -21,6 +27,8 @@ from app.runs import (
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
+    """Of a run that has a checkpoint."""
+    (tmp_path / "runs" / "r" / "checkpoints" / "checkpoint-000000001").mkdir(parents=True)
     return resolved(Config(run_name="r", output_dir=str(tmp_path / "runs"), schedule="constant", epochs=5))
 
 
@@ -36,7 +44,72 @@ def changed(config: Config, **settings) -> Config:
 
 
 def test_a_new_name_is_a_new_run(config: Config) -> None:
-    assert open_run(config) == Run(config, "running")
+    other = changed(config, run_name="other")
+    assert open_run(other) == Run(other, "running")
+
+
+def test_a_run_that_was_refused_before_its_first_checkpoint_leaves_its_name_free(config: Config) -> None:
+    write_run(Run(config, "failed"))
+    root = Path(config.output_dir) / "r"
+    (root / "checkpoints" / "checkpoint-000000001").rmdir()
+    (root / "tracking").mkdir()
+    (root / "mlflow.json").write_text("{}")
+    other = changed(config, lr=0.5)
+    assert open_run(other) == Run(other, "running")
+    remove_leftovers(other)
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoints", "run.json"]
+
+
+def test_checkpoints_that_no_record_explains_are_not_continued(config: Config) -> None:
+    with pytest.raises(BadInput, match=r"has checkpoints, but there is no run\.json"):
+        open_run(config)
+
+
+def test_what_is_not_ours_is_no_checkpoint(config: Config) -> None:
+    folder = Path(config.output_dir) / "r" / "checkpoints"
+    (folder / "checkpoint-000000001-backup").mkdir()
+    (folder / "checkpoint-notes.txt").write_text("")
+    assert checkpoint_names(checkpoint_storage(config)) == ["checkpoint-000000001"]
+
+
+def test_a_second_job_on_a_name_is_refused_and_told_who_holds_it(config: Config) -> None:
+    with (
+        held(config),
+        pytest.raises(BadInput, match=f"--run-name r is being trained right now by process {os.getpid()}"),
+    ):
+        with held(config):
+            pass
+    with held(config):  # free again
+        pass
+
+
+def test_a_dead_holder_does_not_block(config: Config) -> None:
+    code = (
+        "import os; from app.config import Config; from app.runs import held\n"
+        f"with held(Config(run_name='r', output_dir={config.output_dir!r})): os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    with held(config):
+        pass
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "file:///tmp/mlruns", "foo://x"])
+def test_tracking_that_mlflow_does_not_take(uri: str) -> None:
+    with pytest.raises(BadInput, match=f"--tracking-uri {uri}: allowed are"):
+        resolved(Config(tracking_uri=uri))
+
+
+def test_passwords_do_not_belong_into_the_output_dir() -> None:
+    with pytest.raises(BadInput, match="--output-dir has a user or password in it"):
+        resolved(Config(output_dir="s3://key:secret@bucket/runs"))
+
+
+def test_a_weights_file_is_looked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match=r"--weights w\.pt: no such file"):
+        resolved(Config(weights="w.pt"))
+    (tmp_path / "w.pt").write_text("")
+    assert resolved(Config(weights="w.pt")).weights == str(tmp_path / "w.pt")
 
 
 def test_a_finished_run_comes_back_with_its_summary(config: Config) -> None:
@@ -119,7 +192,6 @@ def test_generated_names_are_valid_and_differ() -> None:
 def test_leftovers_of_a_killed_process_are_removed(config: Config) -> None:
     folder = Path(config.output_dir) / "r" / "checkpoints"
     (folder / ".unfinished-abc").mkdir(parents=True)
-    (folder / "checkpoint-000000001").mkdir()
     remove_leftovers(config)
     assert [path.name for path in folder.iterdir()] == ["checkpoint-000000001"]
 

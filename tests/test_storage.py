@@ -28,7 +28,8 @@ def test_files_and_folders(storage: Storage) -> None:
     storage.put_folder(folder, "c", last="last")
     assert not folder.exists()
     assert storage.names("c") == ["last", "x"]
-    assert (storage.local_folder("c") / "x").read_bytes() == b"1"
+    with storage.local_folder("c") as local:
+        assert (local / "x").read_bytes() == b"1"
     storage.delete_folder("c")
     assert storage.names("c") == []
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from app.deliver import Target, deliver, without_credentials
+from app.spool import Spool, read_records
 from app.storage import Storage
-from app.tracking import Spool, Target, Tracker, deliver, read_records, without_credentials
+from app.tracking import Tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
 
@@ -119,6 +121,43 @@ def test_another_server_gets_the_whole_record(tmp_path: Path, database: str) -> 
     assert history(other, where.run_id, "a") == [(1, 1.0)]
 
 
+def test_a_deleted_mlflow_run_is_made_again_with_the_whole_record(tmp_path: Path, database: str) -> None:
+    import mlflow
+
+    directory = tmp_path / "tracking"
+    Spool(directory).append_metrics(1, {"a": 1.0})
+    first = target(database, tmp_path)
+    deliver(directory, first)
+    assert first.run_id is not None
+    mlflow.MlflowClient(database).delete_run(first.run_id)
+    second = target(database, tmp_path)
+    deliver(directory, second)
+    assert second.run_id not in (None, first.run_id)
+    assert history(database, str(second.run_id), "a") == [(1, 1.0)]
+
+
+def test_an_artifact_that_cannot_be_stored_does_not_block_the_rest(tmp_path: Path, database: str) -> None:
+    import mlflow
+
+    (tmp_path / "file").write_text("no directory")
+    client = mlflow.MlflowClient(database)
+    client.create_experiment("tests", artifact_location=f"file://{tmp_path}/file/below")
+    directory = tmp_path / "tracking"
+    spool = Spool(directory)
+    (directory / "config.yaml").write_text("")
+    spool.append("artifact", file="config.yaml")
+    spool.append_metrics(1, {"a": 1.0})
+    spool.append("status", status="FINISHED")
+    said: list[str] = []
+    where = target(database, tmp_path)
+    deliver(directory, where, said.append)
+    assert len(said) == 1
+    assert "did not take a record of kind artifact" in said[0]
+    assert where.run_id is not None
+    assert client.get_run(where.run_id).info.status == "FINISHED"
+    assert history(database, where.run_id, "a") == [(1, 1.0)]
+
+
 def test_a_refused_record_is_said_and_does_not_block_the_others(tmp_path: Path, database: str) -> None:
     directory = tmp_path / "tracking"
     spool = Spool(directory)
@@ -128,7 +167,7 @@ def test_a_refused_record_is_said_and_does_not_block_the_others(tmp_path: Path, 
     where = target(database, tmp_path)
     deliver(directory, where, said.append)
     assert len(said) == 1
-    assert "refused a record of kind run" in said[0]
+    assert "did not take a record of kind run" in said[0]
     assert where.run_id is not None
     assert history(database, where.run_id, "a") == [(1, 1.0)]
 
@@ -193,7 +232,7 @@ def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
     tracker.event("one")
     tracker.event("two")
     assert (tracker.stop_requested(), tracker.failure()) == (True, ("the first", 2))
-    assert tracker.progress(1) == (None, ["two"])
+    assert tracker.progress(1) == (None, ["two"], 2)
 
 
 class Silent(http.server.BaseHTTPRequestHandler):

@@ -28,6 +28,8 @@ def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["--run-name", "../up"], ["--run-name", "'../up'"]),
         (["--dataset", "image-folder", "--data-dir", "nowhere"], ["nowhere", "no such directory"]),
         (["--model", "no_such_package.net:build"], ["--model", "no_such_package"]),
+        (["--config", "a.yaml", "--config", "b.yaml"], ["--config is given 2 times"]),
+        (["--weights", "missing.pt"], ["--weights missing.pt", "no such file"]),
         (["--tracking-uri", "mlruns"], ["--tracking-uri mlruns", "sqlite:///mlflow.db"]),
         (["--output-dir", "file/below"], ["--output-dir", "cannot be written"]),
     ],
@@ -61,6 +63,19 @@ def test_flags_override_yaml_and_print_config_shows_the_result(tmp_path: Path) -
     assert printed["tracking_uri"] == f"sqlite:///{tmp_path}/mlflow.db"
     assert printed["run_name"].startswith("digits-mnist-cnn-")
     assert not (tmp_path / "runs").exists()
+
+
+def test_no_password_is_printed(tmp_path: Path) -> None:
+    done = command("--print-config", "--tracking-uri", "https://me:canary@server:5000", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "tracking_uri: https://server:5000" in done.stdout
+    assert "canary" not in done.stdout + done.stderr
+
+
+def test_what_is_printed_can_be_read_back(tmp_path: Path) -> None:
+    done = command("--print-config", "--lr", "0.5", cwd=tmp_path)
+    (tmp_path / "again.yaml").write_text(done.stdout)
+    assert command("--print-config", "--config", "again.yaml", cwd=tmp_path).stdout == done.stdout
 
 
 def test_help_is_grouped_and_says_defaults_and_exit_codes(tmp_path: Path) -> None:

@@ -48,7 +48,13 @@ def scan_folder(data_dir: str) -> Folder:
             raise BadInput(f"--data-dir {data_dir}: train and {split} have different classes: {', '.join(odd)}")
         files, labels = [], []
         for label, name in enumerate(class_names):
-            found = sorted(_images(folder / name))
+            found = sorted(_files(folder / name))
+            if odd := [path for path in found if path.suffix.lower() not in EXTENSIONS or not path.is_file()]:
+                raise BadInput(
+                    f"--data-dir {data_dir}: {odd[0]} is no image file (by its name: {', '.join(sorted(EXTENSIONS))})"
+                    + (f", nor are {len(odd) - 1} more" if odd[1:] else "")
+                    + "; move it out of the class folders"
+                )
             if not found:
                 raise BadInput(f"--data-dir {data_dir}: class folder {folder / name} has no images in it")
             files += found
@@ -80,10 +86,11 @@ def _classes(folder: Path) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _images(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
+    """All files below the folder, but for those that file managers leave behind."""
     return [
         Path(directory, name)
         for directory, _, names in os.walk(folder)
         for name in names
-        if Path(name).suffix.lower() in EXTENSIONS
+        if not name.startswith(".") and name not in ("Thumbs.db", "desktop.ini")
     ]

@@ -7,7 +7,7 @@ changes the speed and not the result. Floats appear on the device only.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,10 +29,14 @@ class DataInfo:
     std: tuple[float, ...]
     num_train: int
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Self:
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
-        return cls(**values)
+    def __post_init__(self) -> None:
+        # Lists and numpy's numbers become what JSON gives back: a checkpoint's must compare equal.
+        channels, height, width = map(int, self.input_shape)
+        object.__setattr__(self, "input_shape", (channels, height, width))
+        object.__setattr__(self, "class_names", tuple(map(str, self.class_names)))
+        object.__setattr__(self, "mean", tuple(map(float, self.mean)))
+        object.__setattr__(self, "std", tuple(map(float, self.std)))
+        object.__setattr__(self, "num_train", int(self.num_train))
 
     @property
     def num_classes(self) -> int:
@@ -72,7 +76,10 @@ class ImageFiles:
         self._size, self._channels = size, channels
 
     def images(self, ids: np.ndarray) -> torch.Tensor:
-        return torch.stack([decode_image(self.paths[i], self._size, self._channels) for i in ids])
+        pixels = torch.empty(len(ids), self._channels, self._size, self._size, dtype=torch.uint8)
+        for row, i in enumerate(ids):
+            pixels[row] = decode_image(self.paths[i], self._size, self._channels)
+        return pixels
 
     def loaded(self) -> ImagesInMemory:
         return ImagesInMemory(self.images(np.arange(len(self.paths))), self.labels)
@@ -95,7 +102,10 @@ def decode_image(path: Path, size: int, channels: int) -> torch.Tensor:
 
     try:
         with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB" if channels == 3 else "L")
+            upright = ImageOps.exif_transpose(file)
+            if upright.mode.startswith(("I", "F")):  # 16 bits and more; convert() would cut them off at 255
+                upright = Image.fromarray((np.asarray(upright, np.float64) / 257).clip(0, 255).astype(np.uint8))
+            image = upright.convert("RGB" if channels == 3 else "L")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises
         raise BadInput(f"{path} is no readable image: {error}") from None
     image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)

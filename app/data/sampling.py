@@ -59,6 +59,10 @@ class Schedule:
         return -(-self.num_samples // self.batch_size)
 
     @property
+    def smallest_batch(self) -> int:
+        return (self.num_samples - 1) % self.batch_size + 1
+
+    @property
     def total_steps(self) -> int:
         return min(self.epochs * self.steps_per_epoch, self.max_steps or self.epochs * self.steps_per_epoch)
 

@@ -157,6 +157,8 @@ def _made(
 
     if val is None:
         kept, held = stratified_split(train.labels, val_fraction)
+        if not len(held):
+            raise BadInput("no class has two samples, so none can be held out for validation: give a val split")
         train, val = Subset(train, kept), Subset(train, held)
     return Splits(DataInfo(input_shape, class_names, mean, std, len(train.labels)), train, val, test)
 
@@ -210,7 +212,7 @@ def _load_synthetic(config: Config) -> Splits:
     )
 
 
-def _load_torchvision(config: Config, download: bool = False) -> Splits:
+def _load_torchvision(config: Config) -> Splits:
     import numpy as np
     import torch
     import torchvision.datasets
@@ -220,9 +222,10 @@ def _load_torchvision(config: Config, download: bool = False) -> Splits:
 
     def split(train: bool) -> tuple[Any, tuple[torch.Tensor, np.ndarray]]:
         try:
-            source = cls(_data_dir(config), train=train, download=download)
-        except (RuntimeError, OSError) as error:
-            raise BadInput(f"--data-dir {_data_dir(config)}: {known.name} could not be read: {error}") from None
+            source = cls(_data_dir(config), train=train, download=False)
+        except Exception as error:  # torchvision's readers meet damaged files with asserts and more
+            reason = str(error) or type(error).__name__
+            raise BadInput(f"--data-dir {_data_dir(config)}: {known.name} could not be read: {reason}") from error
         pixels = torch.as_tensor(source.data)
         pixels = pixels.permute(0, 3, 1, 2).contiguous() if pixels.ndim == 4 else pixels.unsqueeze(1)
         return source, (pixels, np.asarray(source.targets, np.int64))

@@ -1,9 +1,11 @@
 """Models by name: build_model() makes one for a data set's classes and image shape."""
 
+import inspect
+
 import torch
 from torch import nn
 
-from app.config import CALLABLE, Config
+from app.config import CALLABLE, Config, is_weights_file
 from app.data.images import DataInfo
 from app.errors import BadInput
 from app.models.mnist_cnn import MnistCnn
@@ -21,19 +23,22 @@ def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> n
     if config.model in MODELS:
         model: nn.Module = MnistCnn(info.input_shape, info.num_classes)
     elif CALLABLE.fullmatch(config.model):
-        model = find_callable("--model", config.model)(num_classes=info.num_classes, input_shape=info.input_shape)
+        build = find_callable("--model", config.model)
+        try:
+            inspect.signature(build).bind(num_classes=1, input_shape=(1, 1, 1))
+        except (TypeError, ValueError) as error:
+            raise BadInput(
+                f"--model {config.model} is called with num_classes and input_shape, which it does not take: {error}"
+            ) from None
+        model = build(num_classes=info.num_classes, input_shape=info.input_shape)
         if not isinstance(model, nn.Module):
             raise BadInput(f"--model {config.model} returned {type(model).__name__}: it must return a torch.nn.Module")
     else:
-        weights = config.weights if pretrained and not is_file(config.weights) else None
+        named = config.weights is not None and not is_weights_file(config.weights)
+        weights = config.weights if pretrained and named else None
         model = build_torchvision(config.model, info, weights)
     _check(model, config.model, info)
     return model
-
-
-def is_file(weights: str | None) -> bool:
-    """Whether --weights names a file rather than one of torchvision's weights."""
-    return weights is not None and weights.endswith((".safetensors", ".pt", ".pth"))
 
 
 def _check(model: nn.Module, name: str, info: DataInfo) -> None:

@@ -1,5 +1,8 @@
 """Data sets by name, on files made here."""
 
+import dataclasses
+import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,7 @@ import torchvision
 
 from app.config import Config
 from app.data.folder import scan_folder
-from app.data.images import ImageFiles, resized, stratified_split
+from app.data.images import DataInfo, ImageFiles, resized, stratified_split
 from app.data.splits import check_data, load_splits
 from app.errors import BadInput
 from tests.common import write_images, write_mnist
@@ -165,6 +168,45 @@ def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "cat" / "notes.png").write_text("no pixels")
     with pytest.raises(BadInput, match=r"cat/notes\.png"):
         check_data(folder_config(tmp_path))
+
+
+def test_a_file_that_is_no_image_by_its_name_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2})
+    (tmp_path / "cat" / ".DS_Store").write_text("")  # left behind by a file manager
+    check_data(folder_config(tmp_path))
+    (tmp_path / "cat" / "labels.csv").write_text("")
+    with pytest.raises(BadInput, match=r"cat/labels\.csv is no image file .* move it out"):
+        check_data(folder_config(tmp_path))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2})
+    os.mkfifo(tmp_path / "cat" / "p.png")
+    with pytest.raises(BadInput, match=r"cat/p\.png is no image file"):
+        check_data(folder_config(tmp_path))
+
+
+def test_one_image_a_class_leaves_nothing_to_validate_on(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 1, "dog": 1})
+    with pytest.raises(BadInput, match="give a val split"):
+        load_splits(folder_config(tmp_path))
+
+
+def test_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.fromarray(np.full((8, 8), 257 * 100, np.uint16)).save(tmp_path / "a.png")
+    image = ImageFiles([tmp_path / "a.png"], np.array([0]), 8, 1).images(np.array([0]))
+    assert image.unique().tolist() == [100]
+
+
+def test_no_files_are_an_empty_batch() -> None:
+    assert ImageFiles([], np.array([]), 8, 3).images(np.array([], np.int64)).shape == (0, 3, 8, 8)
+
+
+def test_the_facts_of_your_own_data_survive_a_checkpoint() -> None:
+    mine = DataInfo([1, 8, 8], ["a", "b"], [np.float32(0.5)], np.array([0.25]), np.int64(5))  # type: ignore[arg-type]
+    assert DataInfo(**json.loads(json.dumps(dataclasses.asdict(mine)))) == mine
 
 
 def test_a_file_damaged_behind_its_header_is_named_when_it_is_read(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from app.errors import BadInput
 from app.evaluate import find_checkpoint
 from app.fit import fit
 from app.runs import checkpoint_names, read_run
+from app.spool import read_records
 from app.storage import Storage
-from app.tracking import read_records
 from tests.common import write_images
 
 pytestmark = [

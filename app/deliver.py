@@ -1,0 +1,205 @@
+"""python -m app.deliver RUN_DIRECTORY    sends MLflow what a run could not deliver
+
+Used by a run's Tracker all the time, and by a person for what is left over.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from app.spool import SENT, SPOOL, read_records, sent_offset
+from app.storage import Storage
+
+RUN = "mlflow.json"
+
+
+class Target:
+    """The MLflow run that records go to. Its id is kept with the run's files."""
+
+    def __init__(self, uri: str, experiment: str, run_name: str, storage: Storage):
+        self.uri, self.name = uri, without_credentials(uri)
+        self._experiment, self._run_name, self._storage = experiment, run_name, storage
+        self.run_id: str | None = None
+        known = json.loads(storage.read(RUN) or b"{}")
+        if known.get("tracking_uri") == self.name:
+            self.run_id = known["run_id"]
+        # mlflow.json is written; the run was seen to be there
+        self._noted, self._checked = self.run_id is not None, False
+
+    def connect(self) -> tuple[Any, str, bool]:
+        """An MlflowClient, the run's id, and whether the run was created just now, because there was none.
+
+        Raises what MLflow raises.
+        """
+        # A dead server must be found out in seconds, not in MLflow's default of minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
+        import logging
+
+        import mlflow
+
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        mlflow.set_tracking_uri(self.uri)
+        client = mlflow.MlflowClient(self.uri)
+        if self.run_id is not None and not self._checked and not _exists(client, self.run_id):
+            self.run_id, self._noted = None, False  # deleted meanwhile, or the database was
+        is_new = self.run_id is None
+        if self.run_id is None:
+            self.run_id = client.create_run(self._experiment_id(client), run_name=self._run_name).info.run_id
+        self._checked = True
+        if not self._noted:
+            record = {"tracking_uri": self.name, "run_id": self.run_id, "experiment": self._experiment}
+            self._storage.write(RUN, json.dumps(record).encode())
+            self._noted = True
+        return client, self.run_id, is_new
+
+    def without_password(self, text: str) -> str:
+        """MLflow's errors name the URI with all that is in it."""
+        user = urlsplit(self.uri).netloc.rpartition("@")[0]
+        return text.replace(user + "@", "") if user else text
+
+    def _experiment_id(self, client: Any) -> str:
+        import mlflow.exceptions
+
+        found = client.get_experiment_by_name(self._experiment)
+        if found is not None:
+            return found.experiment_id
+        # A database file holds no artifacts: they go beside it, wherever this process runs.
+        database = self.uri.removeprefix("sqlite:///") if self.uri.startswith("sqlite:///") else None
+        location = Path(database).resolve().with_name("mlartifacts").as_uri() if database else None
+        try:
+            kind = {"mlflow.experimentKind": "custom_model_development"}  # its pages open on curves, not on chats
+            return client.create_experiment(self._experiment, artifact_location=location, tags=kind)
+        except mlflow.exceptions.MlflowException:
+            found = client.get_experiment_by_name(self._experiment)  # made by another run meanwhile
+            if found is None:
+                raise
+            return found.experiment_id
+
+
+def without_credentials(uri: str) -> str:
+    """The URI without user and password."""
+    parts = urlsplit(uri)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+
+
+def _exists(client: Any, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run_id).info.lifecycle_stage == "active"
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
+
+
+def deliver(directory: Path, target: Target, event: Callable[[str], None] = print) -> None:
+    """Send all records that were not sent yet. Raises what MLflow raises when it cannot be reached.
+
+    A record that was sent but not noted as sent is sent again, with the same time and step, which
+    MLflow stores once. One that is refused is said and passed over: it must not block those behind it.
+    """
+    client, run_id, is_new = target.connect()
+    if is_new:
+        _note_sent(directory, 0)  # it gets every record there is
+    for records, position in _batches(directory, sent_offset(directory)):
+        try:
+            _send(client, run_id, directory, records)
+        except Exception as error:  # MLflow's, or from drawing a picture, or torch.export's
+            client.get_run(run_id)  # raises if it is the server that is not there: then all is tried again
+            reason = target.without_password(str(error))
+            event(f"MLflow did not take a record of kind {records[0]['kind']}, kept in {directory / SPOOL}: {reason}")
+        _note_sent(directory, position)
+
+
+def _note_sent(directory: Path, position: int) -> None:
+    (directory / (SENT + ".new")).write_text(json.dumps({"offset": position}))
+    os.replace(directory / (SENT + ".new"), directory / SENT)
+
+
+def _batches(directory: Path, offset: int) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """The records from an offset on, metrics in groups of up to 1000 values, with the offset behind them."""
+    group: list[dict[str, Any]] = []
+    behind = offset
+    for record, position in read_records(directory, offset):
+        values = sum(len(each["values"]) for each in [*group, record] if each["kind"] == "metrics")
+        if group and (record["kind"] != "metrics" or values > 1000):  # what log_batch takes
+            yield group, behind
+            group = []
+        if record["kind"] == "metrics":
+            group.append(record)
+        else:
+            yield [record], position
+        behind = position
+    if group:
+        yield group, behind
+
+
+def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any]]) -> None:
+    from mlflow.entities import Metric, Param, RunTag
+
+    record = records[0]
+    if record["kind"] == "metrics":
+        values = [(key, value, each) for each in records for key, value in each["values"].items()]
+        client.log_batch(run_id, [Metric(key, value, each["time_ms"], each["step"]) for key, value, each in values])
+    elif record["kind"] == "run":
+        client.update_run(run_id, status="RUNNING")
+        known = client.get_run(run_id).data.params  # of the run's first start; they cannot change
+        params = [Param(key, value) for key, value in record["params"].items() if key not in known]
+        client.log_batch(run_id, params=params, tags=[RunTag(key, value) for key, value in record["tags"].items()])
+    elif record["kind"] == "artifact":
+        client.log_artifact(run_id, str(directory / record["file"]))
+    elif record["kind"] == "pictures":
+        from app.pictures import draw
+
+        for picture in draw(directory, directory / record["file"]):
+            client.log_artifact(run_id, str(picture), "pictures")
+    elif record["kind"] == "model":
+        from app.mlflow_model import log_model
+
+        log_model(run_id, record["checkpoint"])
+    else:
+        assert record["kind"] == "status"
+        client.set_terminated(run_id, status=record["status"], end_time=record["time_ms"])
+
+
+def main(argv: Sequence[str]) -> int:
+    from app.errors import BadInput
+
+    if len(argv) != 1 or argv[0] in ("-h", "--help"):
+        print("usage: python -m app.deliver RUN_DIRECTORY\n\nDelivers the records of a run that MLflow lacks.")
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    from app.runs import read_run, tracking_directory
+
+    storage = Storage(argv[0])
+    record = read_run(storage)
+    if record is None:
+        raise BadInput(f"{argv[0]} is no run's directory: it has no run.json")
+    directory = tracking_directory(storage.root)
+    uri = record.config.tracking_uri
+    if uri == "none" or uri is None:
+        raise BadInput(f"{argv[0]} was run with --tracking-uri none: there is nothing to deliver")
+    if without_credentials(given := os.environ.get("MLFLOW_TRACKING_URI", "")) == uri:
+        uri = given  # the same server, with the password that was not written down
+    assert record.config.run_name is not None
+    target = Target(uri, record.config.experiment, record.config.run_name, storage)
+    try:
+        deliver(directory, target)
+    except Exception as error:
+        reason = target.without_password(str(error))
+        raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {reason}") from None
+    print(f"delivered to {target.name}, run {target.run_id}")
+    return 0
+
+
+if __name__ == "__main__":
+    from app.cli import run_main
+
+    run_main(main)

@@ -1,0 +1,31 @@
+"""Ctrl-C and SIGTERM as requests: first to end in order, then to leave."""
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class Interrupt:
+    """Counts the signals while it is entered: once asks to save and end, twice to end without waiting
+    for that. The third time ends the process on the spot."""
+
+    def __init__(self) -> None:
+        self.signal, self.count = 0, 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # only there can they be caught
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._caught)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.signal, self.count = number, self.count + 1
+        if self.count > 2:
+            os._exit(128 + number)

@@ -1,0 +1,73 @@
+"""From settings to what a worker trains with."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from app.config import Config
+from app.data.images import DataInfo
+from app.data.sampling import Schedule
+from app.distributed import World
+from app.errors import BadInput, plain_message
+from app.optim import build_optimizer
+from app.setup import check_smallest_part, load_optimizer
+
+INFO = DataInfo((1, 8, 8), ("a", "b"), (0.5,), (0.25,), 57)
+
+
+@pytest.mark.parametrize("saved_in_channels_last", [True, False])
+def test_an_optimizers_state_follows_the_layout_of_the_weights(saved_in_channels_last: bool) -> None:
+    def trained(channels_last: bool, state: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        network = nn.Conv2d(4, 8, 3)
+        if channels_last:
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = build_optimizer(Config(lr=0.1), list(network.parameters()))
+        if state is not None:
+            load_optimizer(optimizer, state)
+        network(torch.rand(2, 4, 6, 6, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        optimizer.step()
+        return network, optimizer
+
+    state = copy.deepcopy(trained(saved_in_channels_last)[1].state_dict())
+    same, other = (
+        trained(layout, copy.deepcopy(state))[0] for layout in (saved_in_channels_last, not saved_in_channels_last)
+    )
+    torch.testing.assert_close(same.weight, other.weight, rtol=1e-4, atol=1e-5)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.norm(images.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "world_size", "accumulation", "good"),
+    [(8, 1, 1, False), (10, 1, 1, True), (10, 4, 1, False), (10, 1, 4, False), (57, 4, 1, True)],
+)
+def test_batch_norm_is_not_given_a_single_sample(
+    batch_size: int, world_size: int, accumulation: int, good: bool
+) -> None:
+    config = Config(batch_size=batch_size, grad_accumulation=accumulation)
+    schedule = Schedule(57, batch_size, 1)
+    check_smallest_part(nn.Flatten(), config, INFO, schedule, World(0, world_size))  # no batch norm: no matter
+    if good:
+        check_smallest_part(Normed(), config, INFO, schedule, World(0, world_size))
+    else:
+        with pytest.raises(BadInput, match=f"--batch-size {batch_size}: an epoch's last batch has"):
+            check_smallest_part(Normed(), config, INFO, schedule, World(0, world_size))
+
+
+def test_a_message_from_a_loader_process_comes_without_its_traceback() -> None:
+    wrapped = BadInput(
+        "Caught BadInput in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "x.py", line 1\napp.errors.BadInput: a.png is no readable image\n'
+    )
+    assert plain_message(wrapped) == "a.png is no readable image"
+    assert plain_message(BadInput("--lr 0")) == "--lr 0"
