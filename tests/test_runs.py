@@ -76,9 +76,9 @@ def test_a_second_job_on_a_name_is_refused_and_told_who_holds_it(config: Config)
     with (
         held(config),
         pytest.raises(BadInput, match=f"--run-name r is being trained right now by process {os.getpid()}"),
+        held(config),
     ):
-        with held(config):
-            pass
+        pass
     with held(config):  # free again
         pass
 
