@@ -4,12 +4,15 @@ import contextlib
 import logging
 import math
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from app.config import Config
 from app.errors import BadInput
+
+CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,13 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
             # People try DDP on laptops: slower, and the same numbers.
             notes.append(f"{config.num_workers} workers share {cores} CPU cores: slower than on as many cores")
         ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
-    elif not already_connected:
+    elif address is not None and not already_connected:
         try:
+            host, _, port = address.rpartition("://")[2].rpartition(":")
+            if port.isdigit():  # Ray itself tries for minutes where nobody answers
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
             ray.init(address=address, **options)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise BadInput(f"RAY_ADDRESS {address}: no cluster answers there: {error}") from None
     try:
         use_gpu = check_fits(config)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import threading
 import time
-import traceback
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 from app.cluster import Cluster, connected
 from app.config import CALLABLE, Config, to_yaml
 from app.data.splits import check_data
-from app.deliver import without_credentials
-from app.errors import BadInput
+from app.deliver import Target, deliver, without_credentials
+from app.errors import BadInput, TrainingFailed
 from app.interrupt import Interrupt
 from app.progress import Display
 from app.runs import (
@@ -34,6 +33,7 @@ from app.runs import (
     tracking_directory,
     write_run,
 )
+from app.spool import Spool
 from app.tracking import DeliveryState, Tracker
 from app.user_code import find_callable
 
@@ -76,21 +76,36 @@ def fit(config: Config, verbose: bool = False, display: Display | None = None) -
         write_run(run)
         tracker = start_tracker(config, tracking_uri)
         tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
+        from ray.exceptions import RayError
+
         try:
             outcome = train_watched(config, cluster, tracker, display, interrupt)
-        except Exception as error:  # a bug: shown as one, and the MLflow run is closed all the same
-            traceback.print_exc()
-            outcome = failed(error)
-        summary = finish(config, outcome, tracker, display)
+            summary = finish(config, outcome, tracker, display)
+        except RayError as error:  # not a worker's, which Ray Train handles: the Tracker's, which is on this node
+            close_without_tracker(config, tracking_uri)
+            raise TrainingFailed(
+                f"the Ray cluster was lost ({type(error).__name__}: {str(error).strip().splitlines()[0]}); "
+                "the same command goes on from the last checkpoint"
+            ) from error
+        except Exception:  # a bug, shown as one
+            close_without_tracker(config, tracking_uri)
+            raise
     if outcome.exit_code == 2:
         raise BadInput(outcome.error or "")
     return summary, 128 + interrupt.signal if interrupt.count and summary.status == "killed" else outcome.exit_code
 
 
-def failed(error: Exception) -> "Outcome":
-    from app.worker import Outcome
-
-    return Outcome("failed", error=f"{type(error).__name__}: {error}", exit_code=1)
+def close_without_tracker(config: Config, tracking_uri: str | None) -> None:
+    """Mark the run as failed where no Tracker is left to do it."""
+    write_run(Run(config, "failed"))
+    root = run_storage(config).root
+    directory = tracking_directory(root)
+    Spool(directory).append("status", status="FAILED")
+    if tracking_uri is not None:
+        try:
+            deliver(directory, Target(tracking_uri, config.experiment, str(config.run_name), run_storage(config)))
+        except Exception as error:  # whatever a server that is not ours does
+            print(f"MLflow was not told ({type(error).__name__}); do it with: python -m app.deliver {root}")
 
 
 def start_tracker(config: Config, tracking_uri: str | None) -> Any:

@@ -1,5 +1,6 @@
 """The command line, as far as it goes without Ray."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -63,6 +64,17 @@ def test_flags_override_yaml_and_print_config_shows_the_result(tmp_path: Path) -
     assert printed["tracking_uri"] == f"sqlite:///{tmp_path}/mlflow.db"
     assert printed["run_name"].startswith("digits-mnist-cnn-")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # a port that nobody listens on
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
+        done = command("--tracking-uri", "none", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "RAY_ADDRESS 127.0.0.1:" in done.stderr
+    assert "no cluster answers there" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_no_password_is_printed(tmp_path: Path) -> None:
