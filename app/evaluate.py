@@ -6,16 +6,20 @@ Measure a checkpoint, given nothing but it and the data. The last line on stdout
 import json
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.cli import EXIT_CODES, run_main
+from app.config import Config
 from app.errors import BadInput
 from app.metrics import Evaluation
 from app.runs import checkpoint_names, read_run
 from app.storage import Storage
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Command(BaseModel):
@@ -39,11 +43,16 @@ def main(argv: Sequence[str]) -> int:
     if command.num_workers < 1:
         raise BadInput(f"--num-workers {command.num_workers}: must be at least 1")
     path = find_checkpoint(command.checkpoint)
-    data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else None
+    from app.checkpoint import load_checkpoint
+    from app.data.splits import check_data
+
+    config = load_checkpoint(Storage(path), "").config
+    data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else config.data_dir
+    check_data(config.model_copy(update={"data_dir": data_dir}))  # once, not in each task
     if command.num_workers == 1:
         result, class_names = evaluate_share(path, command.split, data_dir, command.device, 0, 1)
     else:
-        result, class_names = evaluate_on_ray(path, command, data_dir)
+        result, class_names = evaluate_on_ray(path, config, command, data_dir)
     report(path, command.split, result, class_names)
     return 0
 
@@ -86,7 +95,7 @@ def evaluate_share(
         raise BadInput("--device cuda: there is no GPU here")
     device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(Storage(path), "")
-    config = checkpoint.config.model_copy(update={"data_dir": data_dir or checkpoint.config.data_dir})
+    config = checkpoint.config.model_copy(update={"data_dir": data_dir})
     splits = load_splits(config)
     checkpoint.refuse_other_data(splits.info)
     network = build_model(config, splits.info, pretrained=False)
@@ -105,20 +114,18 @@ def evaluate_share(
     return result, splits.info.class_names
 
 
-def _to(value: object, device: object) -> object:
+def _to(value: object, device: "torch.device") -> object:
     import torch
 
-    return value.to(device) if isinstance(value, torch.Tensor) else value  # type: ignore[call-overload]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def evaluate_on_ray(path: str, command: Command, data_dir: str | None) -> tuple[Evaluation, tuple[str, ...]]:
+def evaluate_on_ray(
+    path: str, config: Config, command: Command, data_dir: str | None
+) -> tuple[Evaluation, tuple[str, ...]]:
     """Shares as Ray tasks; their sums added up give exactly what one process gets."""
-    from app.checkpoint import load_checkpoint
     from app.cluster import connected
-    from app.data.splits import check_data
 
-    config = load_checkpoint(Storage(path), "").config
-    check_data(config.model_copy(update={"data_dir": data_dir or config.data_dir}))  # once, not in each task
     # What a task needs, not what the training needed.
     needs = {"num_workers": command.num_workers, "device": command.device, "cpus_per_worker": 1.0}
     config = config.model_copy(update={**needs, "sync_batchnorm": False})

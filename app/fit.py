@@ -46,12 +46,12 @@ DELIVERY_S, UNREACHABLE_S = 180.0, 5.0
 LOOK_EVERY_S = 0.2
 
 
-def fit(config: Config, verbose: bool = False, display: Display | None = None) -> tuple[Summary, int]:
+def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     """Train, or go on with, the run that the config names. Returns how it ended and the exit code.
 
     Raises BadInput for anything that cannot work; nothing of an earlier run is lost by it.
     """
-    display = display or Display()
+    display = Display()
     config = resolved(config)
     tracking_uri = None if config.tracking_uri == "none" else config.tracking_uri
     # From here on the config is written down and sent around: passwords stay here.

@@ -51,6 +51,8 @@ def in_layout(network: nn.Module, config: Config) -> nn.Module:
 
 def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, schedule: Schedule, world: World) -> None:
     """Raise BadInput if batch norm cannot train on the fewest samples that a forward pass will get."""
+    if config.sync_batchnorm:
+        return  # its statistics are over all workers, and it does not run on the CPU, where the network still is
     smallest = schedule.smallest_batch // world.size // config.grad_accumulation
     if smallest > 1 or not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules()):
         return

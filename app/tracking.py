@@ -81,7 +81,7 @@ class Tracker:
 
     def pictures(self, **arrays: np.ndarray) -> None:
         """What the final pictures are drawn from; see pictures.draw()."""
-        np.savez_compressed(self._spool.directory / "pictures.npz", **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(self._spool.directory / "pictures.npz", **arrays)  # type: ignore[arg-type]  # numpy's hint takes one for allow_pickle
 
     def flush(self) -> None:
         """Returns when every call made before it is in the spool."""

@@ -1,8 +1,10 @@
 """Measuring a checkpoint from the checkpoint alone."""
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from app.evaluate import find_checkpoint, main
 from app.runs import Run, resolved, write_run
 from app.setup import build_network
 from app.storage import Storage
-from tests.common import write_images
+from tests.common import write_images, write_mnist
 
 
 def trained_run(tmp_path: Path, **settings) -> Config:
@@ -80,6 +82,16 @@ def test_data_that_has_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     write_images(tmp_path / "there", {"emu": 5})
     with pytest.raises(BadInput, match="trained on other data"):
         main([run, "--split", "val", "--data-dir", str(tmp_path / "there")])
+
+
+def test_data_that_is_gone_is_looked_for_before_it_is_read(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for train in (True, False):
+        write_mnist(tmp_path / "data", generator.integers(0, 256, (40, 28, 28)), np.arange(40) % 10, train)
+    trained_run(tmp_path, dataset="mnist", data_dir=str(tmp_path / "data"), download=False)
+    shutil.rmtree(tmp_path / "data")
+    with pytest.raises(BadInput, match="--no-download is set"):
+        main([str(tmp_path / "runs" / "r")])
 
 
 @pytest.mark.parametrize(

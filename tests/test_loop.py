@@ -117,7 +117,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_by_bit(stop_at: int) -> No
 
 
 def resumed_at_every(stops: list[int]) -> list:
-    return [bits(RANDOM, stop) for stop in [None, *stops]]  # type: ignore[list-item]
+    return [bits(RANDOM, stop) for stop in [None, *stops]]
 
 
 def test_two_ranks_resume_bit_by_bit_too() -> None:

@@ -23,7 +23,7 @@ def test_an_optimizers_state_follows_the_layout_of_the_weights(saved_in_channels
         torch.manual_seed(0)
         network = nn.Conv2d(4, 8, 3)
         if channels_last:
-            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stubs lack it
         optimizer = build_optimizer(Config(lr=0.1), list(network.parameters()))
         if state is not None:
             load_optimizer(optimizer, state)
@@ -62,6 +62,11 @@ def test_batch_norm_is_not_given_a_single_sample(
     else:
         with pytest.raises(BadInput, match=f"--batch-size {batch_size}: an epoch's last batch has"):
             check_smallest_part(Normed(), config, INFO, schedule, World(0, world_size))
+
+
+def test_synchronized_batch_norm_is_not_tried_on_the_cpu() -> None:
+    network = nn.SyncBatchNorm.convert_sync_batchnorm(Normed())
+    check_smallest_part(network, Config(batch_size=8, sync_batchnorm=True), INFO, Schedule(57, 8, 1), World())
 
 
 def test_a_message_from_a_loader_process_comes_without_its_traceback() -> None:

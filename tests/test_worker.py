@@ -29,7 +29,7 @@ def prepare_with_bad_data_on(bad_rank: int) -> str:
         return "ready"
 
     try:
-        return together(work, Notes(), torch.device("cpu"))  # type: ignore[arg-type]
+        return together(work, Notes(), torch.device("cpu"))  # type: ignore[arg-type]  # as much of a Reporter as it needs
     except RefusedTogether as error:
         return f"refused: {error}"
 

@@ -1,5 +1,7 @@
 """torchvision's classification models, fitted to a data set's classes and channels."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -39,7 +41,7 @@ def _pretrained(name: str, info: DataInfo, weights: str, options: dict[str, obje
     allowed = ["DEFAULT", *known.__members__]
     if weights not in allowed:
         raise BadInput(f"--weights {weights}: {name} has {', '.join(allowed)}; or give a .safetensors or .pt file")
-    chosen = known[weights] if weights != "DEFAULT" else known.DEFAULT  # type: ignore[attr-defined]
+    chosen = known[weights] if weights != "DEFAULT" else known.DEFAULT  # type: ignore[attr-defined]  # every weights enum has one
     options.pop("image_size", None)  # the weights' own; the check of the model tells if it does not fit
     try:
         model = models.get_model(name, weights=chosen, **options)
@@ -72,15 +74,8 @@ def _fit_channels(model: nn.Module, channels: int, *, keep_weights: bool) -> Non
     path, first = next((p, m) for p, m in model.named_modules() if isinstance(m, nn.Conv2d))
     if first.in_channels == channels:
         return
-    new = nn.Conv2d(
-        channels,
-        first.out_channels,
-        first.kernel_size,  # type: ignore[arg-type]  # a tuple of two, as Conv2d stores it
-        first.stride,  # type: ignore[arg-type]
-        first.padding,  # type: ignore[arg-type]
-        first.dilation,  # type: ignore[arg-type]
-        bias=first.bias is not None,
-    )
+    shape: dict[str, Any] = {key: getattr(first, key) for key in ("kernel_size", "stride", "padding", "dilation")}
+    new = nn.Conv2d(channels, first.out_channels, bias=first.bias is not None, **shape)
     if keep_weights:
         with torch.no_grad():
             total = first.weight.sum(dim=1, keepdim=True)

@@ -205,7 +205,7 @@ def test_no_files_are_an_empty_batch() -> None:
 
 
 def test_the_facts_of_your_own_data_survive_a_checkpoint() -> None:
-    mine = DataInfo([1, 8, 8], ["a", "b"], [np.float32(0.5)], np.array([0.25]), np.int64(5))  # type: ignore[arg-type]
+    mine = DataInfo([1, 8, 8], ["a", "b"], [np.float32(0.5)], np.array([0.25]), np.int64(5))  # type: ignore[arg-type]  # on purpose
     assert DataInfo(**json.loads(json.dumps(dataclasses.asdict(mine)))) == mine
 
 
