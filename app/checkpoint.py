@@ -240,27 +240,39 @@ def load_checkpoint(storage: Storage, name: str, info: DataInfo | None = None) -
     Raises BadInput for a folder that is no checkpoint, is damaged, has a newer format, or is of other
     data than info.
     """
-    from safetensors.torch import load_file
+    import pickle
+
+    from safetensors import SafetensorError
 
     path = storage.uri(name) if name else storage.root
     with storage.local_folder(name) as folder:
         problem = problem_with(folder)
         if problem:
             raise BadInput(f"{path} is no good checkpoint: {problem}")
-        state = json.loads((folder / STATE).read_text())
-        if state["format_version"] != FORMAT_VERSION:
-            raise BadInput(f"{path} has format {state['format_version']}, this version reads {FORMAT_VERSION}: upgrade")
-        checkpoint = Checkpoint(
-            path=path,
-            config=Config(**state["config"]),
-            info=DataInfo(**state["data"]),
-            position=Position(state["step"], Best(**state["best"]), Window(**state["window"])),
-            model=load_file(folder / MODEL),
-            trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),
-        )
+        try:
+            checkpoint = _read_folder(folder, path)
+        except (pickle.UnpicklingError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            # The files are what the manifest says, and not what we write: made by somebody else.
+            raise BadInput(f"{path} is no checkpoint of ours: {type(error).__name__} in reading it") from error
     if info is not None:
         checkpoint.refuse_other_data(info)
     return checkpoint
+
+
+def _read_folder(folder: Path, path: str) -> Checkpoint:
+    from safetensors.torch import load_file
+
+    state = json.loads((folder / STATE).read_text())
+    if state["format_version"] != FORMAT_VERSION:
+        raise BadInput(f"{path} has format {state['format_version']}, this version reads {FORMAT_VERSION}: upgrade")
+    return Checkpoint(
+        path=path,
+        config=Config(**state["config"]),
+        info=DataInfo(**state["data"]),
+        position=Position(state["step"], Best(**state["best"]), Window(**state["window"])),
+        model=load_file(folder / MODEL),
+        trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),
+    )
 
 
 def load_weights(network: nn.Module, weights: dict[str, torch.Tensor], source: str) -> None:

@@ -36,10 +36,10 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
     already_connected = ray.is_initialized()  # by a program that calls fit(), a sweep or a test
     if address is None and not already_connected:
         cores = os.cpu_count() or 1
-        needed = math.ceil(config.num_workers * config.cpus_per_worker)
+        needed = math.ceil(config.min_workers * config.cpus_per_worker)
         if needed > cores:
             # People try DDP on laptops: slower, and the same numbers.
-            notes.append(f"{config.num_workers} workers share {cores} CPU cores: slower than on as many cores")
+            notes.append(f"{config.min_workers} workers share {cores} CPU cores: slower than on as many cores")
         ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
     elif address is not None and not already_connected:
         try:
@@ -52,7 +52,7 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
     try:
         use_gpu = check_fits(config)
         if not use_gpu and config.device == "auto" and (gpus := ray.cluster_resources().get("GPU", 0)):
-            notes.append(f"{gpus:g} GPUs are too few for {config.num_workers} workers: training on CPUs")
+            notes.append(f"{gpus:g} GPUs are too few for {config.min_workers} workers: training on CPUs")
         yield Cluster(use_gpu, sum(node["Alive"] for node in ray.nodes()), tuple(notes))
     finally:
         if not already_connected:
@@ -66,10 +66,10 @@ def _settings(embedded: bool) -> dict[str, str]:
         # Polls of the workers' health: also how soon a dead worker or the end is noticed.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers find the user's modules where the command was started
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # attempts.py watches: Ray's is an actor, heard through a barrier
     }
     if embedded:
         settings |= {
-            "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes a laptop away
             "RAY_TRAIN_METRICS_ENABLED": "0",  # nothing scrapes them
             "RAY_USAGE_STATS_ENABLED": "0",
         }
@@ -84,19 +84,19 @@ def check_fits(config: Config) -> bool:
     have = ray.cluster_resources()
     limits = state.get_max_resources_from_cluster_config() or {}
     most = {name: max(have.get(name, 0), limits.get(name, 0)) for name in ("CPU", "GPU")}
-    use_gpu = config.device == "cuda" or (config.device == "auto" and most["GPU"] >= config.num_workers)
+    use_gpu = config.device == "cuda" or (config.device == "auto" and most["GPU"] >= config.min_workers)
     if config.sync_batchnorm and not use_gpu:
         raise BadInput("--sync-batchnorm needs GPUs, and this run has none: leave it out")
-    if use_gpu and most["GPU"] < config.num_workers:
+    if use_gpu and most["GPU"] < config.min_workers:
         raise BadInput(
             f"--device cuda with --num-workers {config.num_workers} needs as many GPUs, "
             f"and the cluster has {most['GPU']:g}: use fewer workers or --device cpu"
         )
-    needed = config.num_workers * config.cpus_per_worker
+    needed = config.min_workers * config.cpus_per_worker
     nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     # A worker's CPUs are all on one node.
     room = sum(int(cpus / config.cpus_per_worker + 1e-9) for cpus in nodes)
-    if needed > most["CPU"] or (not limits and room < config.num_workers):
+    if needed > most["CPU"] or (not limits and room < config.min_workers):
         raise BadInput(
             f"--num-workers {config.num_workers} x --cpus-per-worker {config.cpus_per_worker:g} needs {needed:g} CPUs, "
             f"and the cluster has {most['CPU']:g}, which is room for {room} such workers: lower one of them"

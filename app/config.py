@@ -74,7 +74,15 @@ class Config(BaseModel):
         "runs", "run", "Directory of all runs: a path, or a URI such as s3://bucket/runs.", effect="free"
     )
 
-    num_workers: int = setting(1, "cluster", "Training processes (ranks).", effect="free", ge=1)
+    num_workers: int | str = setting(
+        1,
+        "cluster",
+        "Training processes (ranks); MIN:MAX: as many as the cluster has room for at any time.",
+        effect="free",
+    )
+    resize_after_s: float = setting(
+        60.0, "cluster", "Seconds that an elastic run trains before it takes up more workers.", effect="free", ge=0
+    )
     cpus_per_worker: float = setting(
         1.0, "cluster", "CPU cores reserved for each worker; fractions are allowed.", effect="free", gt=0
     )
@@ -97,6 +105,13 @@ class Config(BaseModel):
     )
     max_failures: int = setting(
         3, "cluster", "Times that training restarts by itself after a worker died.", effect="free", ge=0
+    )
+    hang_timeout_s: float = setting(
+        600.0,
+        "cluster",
+        "Seconds without a step after which the workers are ended and started again.",
+        effect="free",
+        gt=0,
     )
 
     dataset: str = setting("digits", "data", f"{', '.join(DATASETS)}, or package.module:callable for your own.")
@@ -198,7 +213,9 @@ class Config(BaseModel):
         try:
             return handler(values)
         except ValidationError as error:
-            raise BadInput("\n".join(explain(detail) for detail in error.errors())) from None
+            # A field that may be of two types has an error for each: one is enough.
+            first = {str(detail["loc"][0]): detail for detail in reversed(error.errors())}
+            raise BadInput("\n".join(explain(detail) for detail in reversed(first.values()))) from None
 
     @field_validator("run_name")
     @classmethod
@@ -209,6 +226,22 @@ class Config(BaseModel):
                 "allowed are up to 100 letters, digits, '.', '_' and '-', not starting with '.' or '-' and without '..'"
             )
         return name
+
+    @field_validator("num_workers")
+    @classmethod
+    def _workers_are_a_number_or_a_range(cls, workers: int | str) -> int | str:
+        low, high = _range_of(workers)
+        if not 1 <= low <= high:
+            raise ValueError("allowed are a number of at least 1, or MIN:MAX with 1 <= MIN <= MAX")
+        return low if low == high else f"{low}:{high}"
+
+    @property
+    def min_workers(self) -> int:
+        return _range_of(self.num_workers)[0]
+
+    @property
+    def max_workers(self) -> int:
+        return _range_of(self.num_workers)[1]
 
     @field_validator("dataset")
     @classmethod
@@ -258,7 +291,7 @@ class Config(BaseModel):
                 f"--weights {self.weights}: allowed for --model {self.model} are files (.safetensors, .pt, .pth); "
                 "only torchvision's models have weights with a name"
             )
-        if self.batch_size < self.num_workers:
+        if self.batch_size < self.max_workers:
             raise BadInput(
                 f"--batch-size {self.batch_size} is less than --num-workers {self.num_workers}: the batch is shared "
                 "out over the workers, so each needs at least one sample; raise the one or lower the other"
@@ -270,6 +303,14 @@ class Config(BaseModel):
         if self.dataset == "image-folder" and self.data_dir is None:
             raise BadInput("--dataset image-folder needs --data-dir, the folder with a subfolder for each class")
         return self
+
+
+def _range_of(workers: int | str) -> tuple[int, int]:
+    """MIN and MAX of num_workers; (0, 0) for words that are neither a number nor a range."""
+    if isinstance(workers, int):
+        return workers, workers
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", workers)
+    return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
 def is_weights_file(weights: str) -> bool:
@@ -319,7 +360,7 @@ def load_yaml(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.load(Path(path).read_text(), Loader=_yaml_loader())
     except OSError as error:
         raise BadInput(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -332,6 +373,27 @@ def load_yaml(path: str) -> dict[str, Any]:
     except BadInput as error:
         raise BadInput(f"--config {path}: {error}") from None
     return {name: getattr(config, name) for name in values}
+
+
+def _yaml_loader() -> Any:
+    """PyYAML's safe loader, without two surprises: 1:4 is a number there (64, in base 60), and of a key
+    given twice the last one wins."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value]
+            for key, _ in node.value:
+                if keys.count(key.value) > 1:
+                    raise yaml.YAMLError(f"{key.value} is given twice (line {key.start_mark.line + 1})")
+            return super().construct_mapping(node, deep)
+
+    integer = re.compile(r"[-+]?[0-9][0-9_]*$")
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, integer if tag == "tag:yaml.org,2002:int" else regexp) for tag, regexp in pairs]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    return Loader
 
 
 def to_yaml(config: Config) -> str:

@@ -154,6 +154,8 @@ def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any
         known = client.get_run(run_id).data.params  # of the run's first start; they cannot change
         params = [Param(key, value) for key, value in record["params"].items() if key not in known]
         client.log_batch(run_id, params=params, tags=[RunTag(key, value) for key, value in record["tags"].items()])
+    elif record["kind"] == "tags":
+        client.log_batch(run_id, tags=[RunTag(key, value) for key, value in record["tags"].items()])
     elif record["kind"] == "artifact":
         client.log_artifact(run_id, str(directory / record["file"]))
     elif record["kind"] == "pictures":

@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
 def find_checkpoint(given: str) -> str:
     """The folder of the checkpoint that a person means by a run, its name, or a checkpoint."""
+    if ".." in given.replace("\\", "/").split("/"):
+        raise BadInput(f"{given}: name the run or the checkpoint by a path without '..'")
     root = given.rstrip("/") if "://" in given else os.path.abspath(given)
     for path in (root, os.path.abspath(os.path.join("runs", given))):
         storage = Storage(path)

@@ -7,10 +7,9 @@ import shutil
 import subprocess
 import threading
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from app.cluster import Cluster, connected
 from app.config import CALLABLE, Config, to_yaml
@@ -68,7 +67,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     display.event(f"run {config.run_name} in {run_storage(config).root}")
 
     # torch takes seconds to import: beside Ray's start, not after it.
-    threading.Thread(target=importlib.import_module, args=("app.worker",), daemon=True).start()
+    threading.Thread(target=importlib.import_module, args=("app.attempts",), daemon=True).start()
     with held(config), Interrupt() as interrupt, display, connected(config, verbose) as cluster:
         for note in cluster.notes:
             display.event(note)
@@ -78,8 +77,10 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
         tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
         from ray.exceptions import RayError
 
+        from app.attempts import train
+
         try:
-            outcome = train_watched(config, cluster, tracker, display, interrupt)
+            outcome = train(config, cluster, tracker, display, interrupt)
             summary = finish(config, outcome, tracker, display)
         except RayError as error:  # not a worker's, which Ray Train handles: the Tracker's, which is on this node
             close_without_tracker(config, tracking_uri)
@@ -129,7 +130,6 @@ def tags(config: Config, cluster: Cluster) -> dict[str, str]:
         "mlflow.user": getpass.getuser(),
         "mlflow.source.name": "app.train",
         "mlflow.source.type": "LOCAL",
-        "world_size": str(config.num_workers),
         "device": "cuda" if cluster.use_gpu else "cpu",
         "host_count": str(cluster.num_nodes),
         "python": platform.python_version(),
@@ -140,74 +140,6 @@ def tags(config: Config, cluster: Cluster) -> dict[str, str]:
         if commit.returncode == 0:  # started inside a checkout
             found["mlflow.source.git.commit"] = commit.stdout.strip()
     return found
-
-
-def train_watched(config: Config, cluster: Cluster, tracker: Any, display: Display, interrupt: Interrupt) -> "Outcome":
-    """Run Ray Train in a thread; show its progress in this one, which also hears the signals."""
-    import ray
-
-    from app.worker import Outcome
-
-    training: Future[Outcome] = Future()
-
-    def work() -> None:
-        try:
-            training.set_result(train_on_ray(config, cluster, tracker))
-        except BaseException as error:  # raised again where the result is asked for
-            training.set_exception(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    events_seen, told = 0, False
-    while True:
-        ended = not thread.is_alive()
-        live, events, seen = ray.get(tracker.progress.remote(events_seen))
-        for event in events:
-            display.event(event)
-        events_seen = seen
-        display.show(live)
-        if ended:
-            return training.result()
-        if interrupt.count:
-            tracker.request_stop.remote()  # again and again: a Tracker that was restarted has forgotten it
-            if live is None or interrupt.count > 1:  # not a step was made, so there is nothing to save
-                return Outcome("killed")
-            if not told:
-                told = True
-                display.event("stopping after a checkpoint; once more to leave at once")
-        thread.join(LOOK_EVERY_S)
-
-
-def train_on_ray(config: Config, cluster: Cluster, tracker: Any) -> "Outcome":
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.exceptions import TrainingFailedError
-
-    from app.worker import Outcome, train_loop_per_worker
-
-    trainer = TorchTrainer(
-        train_loop_per_worker,
-        train_loop_config={"config": config.model_dump(), "tracker": tracker},
-        scaling_config=ScalingConfig(
-            num_workers=config.num_workers,
-            use_gpu=cluster.use_gpu,
-            resources_per_worker={"CPU": config.cpus_per_worker} | ({"GPU": 1} if cluster.use_gpu else {}),
-        ),
-        # Checkpoints are ours (checkpoint.py), so Ray has no record of them that could be damaged or
-        # contradict what lies in the run's folder.
-        run_config=RunConfig(
-            name=config.run_name,
-            storage_path=config.output_dir,
-            failure_config=FailureConfig(max_failures=config.max_failures),
-        ),
-    )
-    try:
-        return cast(Outcome, trainer.fit().return_value)
-    except TrainingFailedError as error:
-        failure = ray.get(tracker.failure.remote())
-        message, exit_code = failure or (f"training failed: {error}", 1)
-        return Outcome("failed", error=message, exit_code=exit_code)
 
 
 def as_far_as_saved(config: Config, outcome: "Outcome") -> "Outcome":

@@ -27,7 +27,7 @@ def check(config: Config, verbose: bool) -> int:
 
     network = build_network(config, splits.info, checkpoint=None)
     schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
-    batch = next(iter(training_loader(config, splits, schedule, World(0, config.num_workers), 0, torch.device("cpu"))))
+    batch = next(iter(training_loader(config, splits, schedule, World(0, config.max_workers), 0, torch.device("cpu"))))
     loss = F.cross_entropy(network(Normalize(splits.info)(batch["inputs"])), batch["targets"])
     loss.backward()
     count = sum(parameter.numel() for parameter in network.parameters())

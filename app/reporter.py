@@ -6,6 +6,7 @@ node's system metrics.
 
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,9 +14,11 @@ import numpy as np
 import psutil
 import ray
 
+from app.data.loader import Batch
 from app.data.sampling import Schedule
 from app.distributed import World
-from app.tracking import Live
+from app.tracking import Live, Stop
+from app.watchdog import Watchdog
 
 STOP_POLL_S = 0.5
 LIVE_EVERY_S = 0.5
@@ -23,22 +26,38 @@ SYSTEM_EVERY_S = 5.0
 
 
 class Reporter:
-    def __init__(self, tracker: Any, world: World, node_rank: int, local_rank: int):
+    def __init__(self, tracker: Any, world: World, node_rank: int, local_rank: int, hang_timeout_s: float):
         self._tracker, self._node_rank, self._local_rank = tracker, node_rank, local_rank
         self.is_rank_zero = world.rank == 0
+        self._watchdog = Watchdog(hang_timeout_s, f"rank {world.rank}", self._hung)
         self._live_at = 0.0
         self._metrics: dict[str, float] = {}
-        self._stop, self._closed = threading.Event(), threading.Event()
+        self.stop: Stop | None = None  # on rank 0; the loop tells the others
+        self._closed = threading.Event()
 
     def __enter__(self) -> Self:
         if self.is_rank_zero:
             threading.Thread(target=self._poll_stop, name="stop-poll", daemon=True).start()
         if self._local_rank == 0:
+            self._tracker.joined.remote(ray.get_runtime_context().get_node_id())
             threading.Thread(target=self._sample_system, name="system-metrics", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._closed.set()
+        self._watchdog.close()
+
+    def alive(self) -> None:
+        """The training goes on: to be called more often than every hang_timeout_s, once it has begun."""
+        self._watchdog.alive()
+
+    def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.alive()
+            yield batch
+
+    def _hung(self, text: str, stacks: str) -> None:
+        ray.get(self._tracker.hung.remote(text, stacks), timeout=5)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         if self.is_rank_zero:
@@ -79,14 +98,12 @@ class Reporter:
     def failure(self) -> tuple[str, int] | None:
         return ray.get(self._tracker.failure.remote())
 
-    def stop_requested(self) -> bool:
-        return self._stop.is_set()
+    def asked_to_stop(self) -> bool:
+        return self.stop is not None
 
     def _poll_stop(self) -> None:
         while not self._closed.wait(STOP_POLL_S):
-            if ray.get(self._tracker.stop_requested.remote()):
-                self._stop.set()
-                return
+            self.stop = ray.get(self._tracker.stop_requested.remote())
 
     def _sample_system(self) -> None:
         import torch

@@ -20,9 +20,11 @@ from app.errors import BadInput
 from app.storage import Storage
 
 RUN = "run.json"
+RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 CHECKPOINT = re.compile(r"checkpoint-\d{9,}")
 TRACKING_SCHEMES = ("http", "https", "databricks", "sqlite", "postgresql", "mysql", "mssql")
-Status = Literal["running", "finished", "failed", "killed"]
+# paused: between two attempts of the same command
+Status = Literal["running", "paused", "finished", "failed", "killed"]
 LENGTH_DEPENDENT_SCHEDULES = ("cosine", "linear")
 
 
@@ -229,8 +231,11 @@ def held(config: Config) -> Iterator[None]:
 
 
 def remove_leftovers(config: Config) -> None:
-    """Half-written checkpoints of a process that was killed, and the records of a run that never began."""
+    """Half-written checkpoints of a process that was killed, the records of a run that never began, and
+    Ray Train's list of checkpoints, which is none of ours and keeps Ray from starting when it is damaged."""
     storage = checkpoint_storage(config)
+    if RAY_SNAPSHOT in run_storage(config).names(""):
+        run_storage(config).delete(RAY_SNAPSHOT)
     if not checkpoint_names(storage):
         root = run_storage(config)
         shutil.rmtree(tracking_directory(root.root), ignore_errors=True)

@@ -49,11 +49,11 @@ def in_layout(network: nn.Module, config: Config) -> nn.Module:
     return network
 
 
-def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, schedule: Schedule, world: World) -> None:
+def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, schedule: Schedule) -> None:
     """Raise BadInput if batch norm cannot train on the fewest samples that a forward pass will get."""
     if config.sync_batchnorm:
         return  # its statistics are over all workers, and it does not run on the CPU, where the network still is
-    smallest = schedule.smallest_batch // world.size // config.grad_accumulation
+    smallest = schedule.smallest_batch // config.max_workers // config.grad_accumulation
     if smallest > 1 or not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules()):
         return
     try:
@@ -61,7 +61,7 @@ def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, sche
     except ValueError as error:  # 'Expected more than 1 value per channel when training'
         raise BadInput(
             f"--batch-size {config.batch_size}: an epoch's last batch has {schedule.smallest_batch} samples, of which "
-            f"a worker computes one by itself at --num-workers {world.size} and --grad-accumulation "
+            f"a worker computes one by itself at --num-workers {config.num_workers} and --grad-accumulation "
             f"{config.grad_accumulation}, and {config.model}'s batch norm cannot train on one; change one of the three"
         ) from error
 

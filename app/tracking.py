@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from app.storage import Storage
 
 # Seconds between batches, and between tries to reach a server.
 BATCH_S, RETRY_S = 1.0, 5.0
+
+
+Stop = Literal["killed", "paused"]
 
 
 class Live(TypedDict):
@@ -33,6 +36,17 @@ class Live(TypedDict):
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stands; live is None while no worker trains. events: those that were not seen yet, of
+    events_seen in all. nodes: the ids of those that workers run on."""
+
+    live: Live | None
+    events: list[str]
+    events_seen: int
+    nodes: frozenset[str]
+
+
 class Tracker:
     """Records, live progress and the stop flag of one run; a zero-CPU actor beside the driver.
 
@@ -43,8 +57,9 @@ class Tracker:
     def __init__(self, directory: str, storage_root: str, tracking_uri: str | None, experiment: str, run_name: str):
         self._spool = Spool(Path(directory))
         self._live: Live | None = None
+        self._nodes: set[str] = set()
         self._events: list[str] = []
-        self._stop = False
+        self._stop: Stop | None = None
         self._failure: tuple[str, int] | None = None
         self._delivery = None
         if tracking_uri is not None:
@@ -62,6 +77,10 @@ class Tracker:
         self._spool.append_metrics(max(map(self._spool.next_step, values)), values)
         self._wake()
 
+    def joined(self, node_id: str) -> None:
+        """A node that a worker runs on."""
+        self._nodes.add(node_id)
+
     def live(self, live: Live) -> None:
         self._live = live
 
@@ -76,7 +95,13 @@ class Tracker:
     def failure(self) -> tuple[str, int] | None:
         return self._failure
 
-    def stop_requested(self) -> bool:
+    def hung(self, text: str, stacks: str) -> None:
+        """A worker that makes no steps, with the stacks of its threads."""
+        with (self._spool.directory / "stacks.txt").open("a") as file:
+            file.write(f"{text}\n{stacks}\n")
+        self.event(f"{text}; the stacks are in {file.name}")
+
+    def stop_requested(self) -> Stop | None:
         return self._stop
 
     def pictures(self, **arrays: np.ndarray) -> None:
@@ -86,6 +111,13 @@ class Tracker:
     def flush(self) -> None:
         """Returns when every call made before it is in the spool."""
 
+    # called by Ray Train's controller
+
+    def workers_lost(self, reason: str) -> None:
+        self._live, self._nodes = None, set()
+        if self._failure is None:  # else it is known, and the workers were ended for it
+            self.event(reason)
+
     # called by the driver
 
     def begin(self, params: dict[str, str], tags: dict[str, str], config_yaml: str) -> None:
@@ -94,13 +126,30 @@ class Tracker:
         self._spool.append("artifact", file="config.yaml")
         self._wake()
 
-    def request_stop(self) -> None:
-        self._stop = True
+    def start_attempt(self, num_workers: int, tell: bool) -> None:
+        """Workers are about to be started, for the first time or again."""
+        self._live, self._nodes = None, set()
+        if self._stop == "paused":
+            self._stop = None
+        if tell:
+            self.event(f"training on {num_workers} workers")
+        self._spool.append("tags", tags={"world_size": str(num_workers)})
+        self._wake()
 
-    def progress(self, events_seen: int) -> tuple[Live | None, list[str], int]:
-        """Where the run stands, and the events that were not seen yet, with the number that then are."""
+    def request_stop(self, how: Stop) -> None:
+        """killed: the run is to end after a checkpoint; paused: to go on from it with new workers."""
+        if how == "killed" and self._stop != "killed":
+            # At once, since who asked may not wait for the end; finish() has the last word.
+            self._spool.append("status", status="KILLED")
+            self._wake()
+        if self._stop != "killed":
+            self._stop = how
+
+    def progress(self, events_seen: int) -> Progress:
+        """With the events after the first events_seen."""
         # A Tracker that was restarted has fewer events than were seen.
-        return self._live, self._events[min(events_seen, len(self._events)) :], len(self._events)
+        events = self._events[min(events_seen, len(self._events)) :]
+        return Progress(self._live, events, len(self._events), frozenset(self._nodes))
 
     def finish(self, status: str, checkpoint: str | None) -> None:
         """Record the end, with the best checkpoint as a model; delivery_state() tells when it is delivered."""

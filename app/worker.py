@@ -45,7 +45,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the training ended. metrics are the best checkpoint's; error and exit_code are set when it failed."""
+    """How the training ended, or paused to go on with new workers. metrics are the best checkpoint's.
+
+    error and exit_code are set when it failed; retry: new workers may do better.
+    """
 
     status: Status
     checkpoint: str | None = None
@@ -56,6 +59,7 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     exit_code: int = 0
+    retry: bool = False
 
 
 class RefusedTogether(Exception):
@@ -69,7 +73,8 @@ class RefusedTogether(Exception):
 def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
     """Train as task["config"] says, reporting to the actor task["tracker"]. Rank 0's Outcome is the run's."""
     config, context = Config(**task["config"]), ray.train.get_context()
-    with Reporter(task["tracker"], current_world(), context.get_node_rank(), context.get_local_rank()) as reporter:
+    place = (current_world(), context.get_node_rank(), context.get_local_rank())
+    with Reporter(task["tracker"], *place, config.hang_timeout_s) as reporter:
         if failure := reporter.failure():  # of the workers before these, see below
             return Outcome("failed", error=failure[0], exit_code=failure[1])
         try:
@@ -80,6 +85,9 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
             # On this rank only, and the others wait for it: Ray has to end them. The workers it then
             # starts return at once with this message.
             reporter.fail(plain_message(error), 2 if isinstance(error, BadInput) else 1)
+            raise
+        except (MemoryError, torch.OutOfMemoryError) as error:  # the same work again would need as much
+            reporter.fail(f"out of memory ({error}); lower --batch-size or raise --grad-accumulation", 1)
             raise
 
 
@@ -94,7 +102,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
         checkpoint = load_checkpoint(storage, found, splits.info) if found else None
         network = build_network(config, splits.info, checkpoint)
-        check_smallest_part(network, config, splits.info, schedule, world)
+        check_smallest_part(network, config, splits.info, schedule)
         return splits, schedule, checkpoint, network
 
     splits, schedule, checkpoint, network = together(prepare, reporter, device)
@@ -129,9 +137,10 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         writer.discard_after(position.step)
         if checkpoint is None:
             writer.save(position, network, optimizer, training.ema)  # there is always one to go back to
-        steps = train(training, train_loader, reporter.stop_requested) if wants_more(config, position) else ()
+        steps = train(training, train_loader, reporter.asked_to_stop) if wants_more(config, position) else ()
         try:
             for result in steps:
+                reporter.alive()
                 position.step = result.step + 1
                 position.window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
                 train_seconds += result.seconds
@@ -147,9 +156,8 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                 # at an epoch's end: evaluate
                 improved = False
                 if epoch_ended:
-                    validation = evaluate(
-                        training.evaluated, training.normalize, val_loader, splits.info.num_classes, config, device
-                    )
+                    batches, classes = reporter.watched(val_loader), splits.info.num_classes
+                    validation = evaluate(training.evaluated, training.normalize, batches, classes, config, device)
                     if not math.isfinite(validation.loss):  # the same number on every rank
                         raise NonFiniteLoss(f"the validation loss is {validation.loss} after step {position.step}")
                     reporter.metrics(position.step, validation.metrics("val"))
@@ -161,7 +169,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                 if due or improved or last or result.stop:
                     writer.save(position, network, optimizer, training.ema)
                 if result.stop and not last:
-                    status = "killed"
+                    status = reporter.stop or "killed"
                     break
                 if not wants_more(config, position):
                     break
@@ -228,7 +236,7 @@ def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporte
     result = evaluate(
         training.network,
         training.normalize,
-        loader,
+        reporter.watched(loader),
         splits.info.num_classes,
         training.config,
         training.device,

@@ -23,6 +23,10 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults-table", metavar="FILE", help="write the fault tests' figures there, in Markdown")
+
+
 @pytest.fixture(autouse=True)
 def no_tracking_server_from_elsewhere() -> Iterator[None]:
     """mlflow.set_tracking_uri() writes it into the environment, where the next test's run would find it."""

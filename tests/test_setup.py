@@ -9,7 +9,6 @@ from torch import nn
 from app.config import Config
 from app.data.images import DataInfo
 from app.data.sampling import Schedule
-from app.distributed import World
 from app.errors import BadInput, plain_message
 from app.optim import build_optimizer
 from app.setup import check_smallest_part, load_optimizer
@@ -54,19 +53,19 @@ class Normed(nn.Module):
 def test_batch_norm_is_not_given_a_single_sample(
     batch_size: int, world_size: int, accumulation: int, good: bool
 ) -> None:
-    config = Config(batch_size=batch_size, grad_accumulation=accumulation)
+    config = Config(batch_size=batch_size, grad_accumulation=accumulation, num_workers=world_size)
     schedule = Schedule(57, batch_size, 1)
-    check_smallest_part(nn.Flatten(), config, INFO, schedule, World(0, world_size))  # no batch norm: no matter
+    check_smallest_part(nn.Flatten(), config, INFO, schedule)  # no batch norm: no matter
     if good:
-        check_smallest_part(Normed(), config, INFO, schedule, World(0, world_size))
+        check_smallest_part(Normed(), config, INFO, schedule)
     else:
         with pytest.raises(BadInput, match=f"--batch-size {batch_size}: an epoch's last batch has"):
-            check_smallest_part(Normed(), config, INFO, schedule, World(0, world_size))
+            check_smallest_part(Normed(), config, INFO, schedule)
 
 
 def test_synchronized_batch_norm_is_not_tried_on_the_cpu() -> None:
     network = nn.SyncBatchNorm.convert_sync_batchnorm(Normed())
-    check_smallest_part(network, Config(batch_size=8, sync_batchnorm=True), INFO, Schedule(57, 8, 1), World())
+    check_smallest_part(network, Config(batch_size=8, sync_batchnorm=True), INFO, Schedule(57, 8, 1))
 
 
 def test_a_message_from_a_loader_process_comes_without_its_traceback() -> None:

@@ -12,7 +12,7 @@ import pytest
 from app.deliver import Target, deliver, without_credentials
 from app.spool import Spool, read_records
 from app.storage import Storage
-from app.tracking import Tracker
+from app.tracking import Progress, Tracker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
 
@@ -225,14 +225,20 @@ def test_without_mlflow_the_records_are_kept(tmp_path: Path) -> None:
 
 def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
     tracker = new_tracker(tmp_path, None)
-    assert (tracker.stop_requested(), tracker.failure()) == (False, None)
-    tracker.request_stop()
+    assert (tracker.stop_requested(), tracker.failure()) == (None, None)
+    tracker.request_stop("paused")
+    assert tracker.stop_requested() == "paused"
+    tracker.start_attempt(2, tell=False)
+    assert tracker.stop_requested() is None
+    tracker.request_stop("killed")
+    tracker.request_stop("paused")  # is no way back
+    tracker.start_attempt(2, tell=False)
     tracker.fail("the first", 2)
     tracker.fail("a consequence", 1)
     tracker.event("one")
     tracker.event("two")
-    assert (tracker.stop_requested(), tracker.failure()) == (True, ("the first", 2))
-    assert tracker.progress(1) == (None, ["two"], 2)
+    assert (tracker.stop_requested(), tracker.failure()) == ("killed", ("the first", 2))
+    assert tracker.progress(1) == Progress(None, ["two"], 2, frozenset())
 
 
 class Silent(http.server.BaseHTTPRequestHandler):
@@ -259,7 +265,7 @@ def test_an_outage_stops_nothing_is_said_once_and_loses_nothing(tmp_path: Path, 
         tracker.finish("FINISHED", None)
         wait_for(lambda: tracker.delivery_state().error != "")
         assert not tracker.delivery_state().all_sent
-        events = tracker.progress(0)[1]
+        events = tracker.progress(0).events
         assert len(events) == 1
         assert "cannot be reached; the records are kept" in events[0]
         assert "secret" not in events[0]

@@ -81,7 +81,7 @@ def check_data(config: Config) -> None:
 
 
 def _enough(num_samples: int, config: Config) -> None:
-    if num_samples < config.num_workers:
+    if num_samples < config.max_workers:
         raise BadInput(
             f"--num-workers {config.num_workers}: there are only {num_samples} training samples; "
             "use at most as many workers"

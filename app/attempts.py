@@ -1,0 +1,221 @@
+"""Training from the first worker to the last: attempts, each a TorchTrainer on the workers there is room for.
+
+Within an attempt Ray Train starts workers that died again. A new attempt is made where the number of
+workers is to change, and where a node is about to go. Either way training goes on from the newest
+checkpoint, with the same samples in the same steps.
+"""
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any, cast
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train.torch import TorchTrainer
+from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+
+from app.cluster import Cluster
+from app.config import Config
+from app.interrupt import Interrupt
+from app.places import Places, draining_nodes
+from app.progress import Display
+from app.tracking import Progress
+from app.worker import Outcome, train_loop_per_worker
+
+LOOK_EVERY_S = 0.2
+# How often the cluster is asked for nodes that are to go, and for more places.
+CLUSTER_EVERY_S = 1.0
+LESS_MEMORY = "lower --batch-size or --in-memory-mb, raise --grad-accumulation, or use fewer workers on a node"
+
+
+def train(config: Config, cluster: Cluster, tracker: Any, display: Display, interrupt: Interrupt) -> Outcome:
+    """Train to the end, or until it is interrupted or fails for good."""
+    screen = Screen(tracker, display)
+    elastic = config.max_workers > config.min_workers
+    failures_left = config.max_failures
+    while True:
+        num_workers = wait_for_places(config, cluster, screen, interrupt)
+        if num_workers == 0:
+            return Outcome("killed")
+        ray.get(tracker.start_attempt.remote(num_workers, elastic))
+        # Ray would wait for the number of workers it had: an elastic run is looked at again here.
+        outcome = attempt(config, cluster, num_workers, 0 if elastic else failures_left, tracker, screen, interrupt)
+        lost_workers = outcome.status == "failed" and outcome.retry
+        if lost_workers and elastic and failures_left > 0:
+            failures_left -= 1
+        elif outcome.status != "paused":
+            return outcome
+
+
+class Screen:
+    """What the Tracker has to tell, shown on the terminal."""
+
+    def __init__(self, tracker: Any, display: Display):
+        self._tracker, self._display, self._events_seen = tracker, display, 0
+
+    def update(self) -> Progress:
+        progress: Progress = ray.get(self._tracker.progress.remote(self._events_seen))
+        for event in progress.events:
+            self._display.event(event)
+        self._events_seen = progress.events_seen
+        self._display.show(progress.live)
+        return progress
+
+    def event(self, text: str) -> None:
+        self._display.event(text)
+
+
+def wait_for_places(config: Config, cluster: Cluster, screen: Screen, interrupt: Interrupt) -> int:
+    """The number of workers to start: as many as there is room for, at least the least. 0: interrupted."""
+    places = Places(config.max_workers, resources_per_worker(config, cluster))
+    began, told = time.monotonic(), False
+    try:
+        while not interrupt.count:
+            screen.update()
+            ready = places.ready()
+            if ready >= config.min_workers and places.settled():
+                return ready
+            if not told and time.monotonic() - began > 10:
+                told = True
+                screen.event(
+                    f"waiting for room for {config.min_workers} workers with {config.cpus_per_worker:g} CPUs each: "
+                    f"there is room for {ready} now"
+                )
+            time.sleep(LOOK_EVERY_S)
+        return 0
+    finally:
+        places.release()
+
+
+def resources_per_worker(config: Config, cluster: Cluster) -> dict[str, float]:
+    return {"CPU": config.cpus_per_worker} | ({"GPU": 1} if cluster.use_gpu else {})
+
+
+def attempt(
+    config: Config,
+    cluster: Cluster,
+    num_workers: int,
+    max_failures: int,
+    tracker: Any,
+    screen: Screen,
+    interrupt: Interrupt,
+) -> Outcome:
+    """Run Ray Train in a thread; meanwhile show its progress, hear signals and watch the cluster."""
+    trainer = TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config={"config": config.model_dump(), "tracker": tracker},
+        scaling_config=ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=cluster.use_gpu,
+            resources_per_worker=resources_per_worker(config, cluster),
+        ),
+        # Checkpoints are ours (checkpoint.py), so Ray has no record of them that could be damaged or
+        # contradict what lies in the run's folder.
+        run_config=RunConfig(
+            name=config.run_name,
+            storage_path=config.output_dir,
+            failure_config=FailureConfig(max_failures=max_failures),
+            callbacks=[TellFailures(tracker)],
+        ),
+    )
+    training: Future[Outcome] = Future()
+
+    def work() -> None:
+        try:
+            training.set_result(cast(Outcome, trainer.fit().return_value))
+        except TrainingFailedError as error:
+            known = ray.get(tracker.failure.remote())
+            message, exit_code = known or (f"training failed: {why(error)}", 1)
+            training.set_result(Outcome("failed", error=message, exit_code=exit_code, retry=known is None))
+        except BaseException as error:  # raised again where the result is asked for
+            training.set_exception(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    watch = ClusterWatch(config, cluster, num_workers)
+    told = False
+    try:
+        while True:
+            ended = not thread.is_alive()
+            progress = screen.update()
+            if ended:
+                return training.result()
+            if interrupt.count:
+                tracker.request_stop.remote("killed")  # again and again: a restarted Tracker has forgotten it
+                if progress.live is None or interrupt.count > 1:  # there is nothing new to save
+                    return Outcome("killed")
+                if not told:
+                    told = True
+                    screen.event("stopping after a checkpoint; once more to leave at once")
+            elif progress.live is not None and (reason := watch.reason_to_pause(progress.nodes)):
+                tracker.request_stop.remote("paused")
+                if not told:
+                    told = True
+                    screen.event(f"{reason}: starting the workers anew after a checkpoint")
+            thread.join(LOOK_EVERY_S)
+    finally:
+        watch.close()
+
+
+class ClusterWatch:
+    """Finds out while workers train whether it is better to start them anew."""
+
+    def __init__(self, config: Config, cluster: Cluster, num_workers: int):
+        self._resize_after_s = config.resize_after_s
+        # Kept waiting as long as the attempt: how the cluster is asked for more, and says that it has it.
+        self._more = Places(config.max_workers - num_workers, resources_per_worker(config, cluster))
+        self._num_workers, self._looked_at = num_workers, 0.0
+        self._training_since: float | None = None
+
+    def reason_to_pause(self, nodes: frozenset[str]) -> str | None:
+        """nodes: the ids of those the workers run on. Called while they make steps."""
+        now = time.monotonic()
+        self._training_since = self._training_since or now
+        if now - self._looked_at < CLUSTER_EVERY_S:
+            return None
+        self._looked_at = now
+        if going := draining_nodes() & nodes:
+            return f"{len(going)} of {len(nodes)} nodes with workers will go"
+        more = self._more.ready()
+        if more and self._more.settled() and now - self._training_since >= self._resize_after_s:
+            return f"there is room for {more} more workers"
+        return None
+
+    def close(self) -> None:
+        self._more.release()
+
+
+class TellFailures(UserCallback):
+    """Tells the Tracker of workers that died; called in Ray Train's controller."""
+
+    def __init__(self, tracker: Any):
+        self._tracker = tracker
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        self._tracker.workers_lost.remote(why(WorkerGroupError("", worker_exceptions)))
+
+
+def why(error: TrainingFailedError) -> str:
+    """A failed attempt in a line or two. One worker's death makes the others fail: the dead are named first."""
+    if not isinstance(error, WorkerGroupError):
+        return str(error).strip()
+    told = {rank: _why_a_worker(failure) for rank, failure in sorted(error.worker_failures.items())}
+    deaths = {rank: text for rank, (text, is_death) in told.items() if is_death}
+    return "; ".join(f"rank {rank} {text}" for rank, text in (deaths or {r: t for r, (t, _) in told.items()}).items())
+
+
+def _why_a_worker(failure: Exception) -> tuple[str, bool]:
+    """What happened to a worker, and whether its process died, rather than the training in it."""
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+    cause = failure.health_check_failure if isinstance(failure, WorkerHealthCheckFailedError) else failure
+    text = str(cause)
+    if isinstance(cause, OutOfMemoryError) or "OutOfMemory" in text or "memory pressure" in text:
+        return f"was killed because its node ran out of memory; {LESS_MEMORY}", True
+    if isinstance(cause, NodeDiedError):
+        return "was lost with its node", True
+    if isinstance(cause, RayActorError):
+        return "died: its process was killed or crashed", True
+    return "failed: " + (text.strip().splitlines() or [type(cause).__name__])[-1], False

@@ -1,0 +1,67 @@
+"""Ends a worker that makes no steps any more, after it has said where it stands."""
+
+import faulthandler
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+# After the report: the other ranks, which wait for this one, come to the same end and report too.
+GRACE_S = 2.0
+STANDARD_LIBRARY = tuple(f"{sysconfig.get_path('stdlib')}/{name}" for name in sys.stdlib_module_names)
+
+
+class Watchdog:
+    """Watches the thread that calls alive(), from its first call on, until close().
+
+    A rank that hangs makes all the others wait in a collective: each finds this out by itself. The
+    process ends with exit code 1, since a thread that hangs cannot be ended in another way; Ray Train
+    then starts the workers again.
+    """
+
+    def __init__(self, timeout_s: float, name: str, report: Callable[[str, str], None]):
+        """report(text, stacks) is called once before the end: one line, and the stacks of all threads."""
+        self._timeout_s, self._name, self._report = timeout_s, name, report
+        self._thread_id, self._at = 0, 0.0
+        self._closed = threading.Event()
+
+    def alive(self) -> None:
+        self._at = time.monotonic()
+        if not self._thread_id:
+            self._thread_id = threading.get_ident()
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        interval = min(1.0, self._timeout_s / 10)
+        while not self._closed.wait(interval):
+            waited = time.monotonic() - self._at
+            if waited > self._timeout_s:
+                self._end()
+            # Where this thread gets no turn, since code in C holds the interpreter's lock, the stacks
+            # still come to the worker's log; the process is ended with those of the other ranks.
+            faulthandler.dump_traceback_later(self._timeout_s - waited + 10 * interval, file=2)
+
+    def _end(self) -> None:
+        frames, names = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = "\n".join(
+            f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sorted(frames.items(), key=lambda item: item[0] != self._thread_id)
+        )
+        stack = traceback.extract_stack(frames[self._thread_id])
+        # The lock or file that it waits in is Python's own; who waits for it tells more.
+        innermost = [frame for frame in stack if not frame.filename.startswith(STANDARD_LIBRARY)][-1]
+        where = f"{innermost.name} ({innermost.filename}:{innermost.lineno})"
+        text = f"{self._name} made no step for {self._timeout_s:g} s and was ended in {where}"
+        try:
+            print(f"{text}\n{stacks}", file=sys.stderr, flush=True)
+            self._report(text, stacks)
+            time.sleep(GRACE_S)
+        finally:  # whatever the report came to
+            os._exit(1)

@@ -1,0 +1,140 @@
+"""Workers that die, hang or compute nonsense."""
+
+import math
+import os
+import signal
+import sqlite3
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+import torch
+from torch import nn
+
+from tests.faults.common import CHECKPOINT_EVERY, STEPS, Fit, SlowNet, assert_same_run, slow_config, worker_pids
+from tests.faults.conftest import Figures
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.filterwarnings("ignore"),  # ray's, mlflow's and alembic's own
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Fit:
+    run = Fit(slow_config(tmp_path_factory.mktemp("undisturbed")))
+    summary, exit_code = run.result()
+    assert (exit_code, summary.step) == (0, STEPS)
+    return run
+
+
+@pytest.mark.parametrize("how_many", ["one worker", "all workers"])
+def test_killed_workers(
+    how_many: str, undisturbed: Fit, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture[str]
+) -> None:
+    database = tmp_path / "mlflow.db"
+    run = Fit(slow_config(tmp_path, tracking_uri=f"sqlite:///{database}"))
+    step = run.wait_for_step(10)
+    killed_at = time.time()
+    for pid in worker_pids()[-1:] if how_many == "one worker" else worker_pids():
+        os.kill(pid, signal.SIGKILL)
+    summary, exit_code = run.result()
+    output = capsys.readouterr().out
+    assert (exit_code, summary.status, summary.step) == (0, "finished", STEPS)
+    assert "died: its process was killed or crashed" in output
+    assert_same_run(run, undisturbed)
+    lost = run.steps_lost(step, output)
+    assert lost <= CHECKPOINT_EVERY
+    start_s, recovery_s = run.seconds_to_first_step(), run.seconds_to_step_after(step, killed_at)
+    number = "1." if how_many == "one worker" else "2."
+    figures(f"{number} SIGKILL of {how_many}", "recovered, bit-identical", lost, start_s, recovery_s)
+
+    # 20. One MLflow run, strictly increasing steps.
+    with sqlite3.connect(database) as connection:
+        assert connection.execute("select count(*) from runs").fetchone() == (1,)
+        rows = connection.execute(
+            "select step from metrics where key = 'train/loss' order by timestamp, step"
+        ).fetchall()
+    assert [step for (step,) in rows] == list(range(1, STEPS + 1))
+    figures("20. One MLflow run through all of it", "1 run id; steps 1 to 48, each once, in order")
+
+
+def is_rank_1_for_the_first_time_at_step_10(network: nn.Module) -> bool:
+    """Counts the calls in training; a file in the run's folder tells a restarted worker that it was there."""
+    network.calls = getattr(network, "calls", 0) + network.training  # type: ignore[assignment]
+    context = ray.train.get_context()
+    if network.calls != 10 or context.get_world_rank() != 1:
+        return False
+    storage: Any = context.get_storage()
+    marker = Path(storage.experiment_fs_path) / "it-happened"
+    if marker.exists():
+        return False
+    marker.write_text(str(time.time()))
+    return True
+
+
+class Hanging(SlowNet):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if is_rank_1_for_the_first_time_at_step_10(self):
+            threading.Event().wait()
+        return super().forward(images)
+
+
+class Failing(SlowNet):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if is_rank_1_for_the_first_time_at_step_10(self):
+            raise RuntimeError("a cosmic ray")
+        return super().forward(images)
+
+
+def test_a_rank_that_hangs(undisturbed: Fit, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture) -> None:
+    run = Fit(slow_config(tmp_path, model="tests.faults.test_workers:Hanging", hang_timeout_s=8))
+    summary, exit_code = run.result()
+    output = capsys.readouterr().out
+    assert (exit_code, summary.step) == (0, STEPS)
+    assert_same_run(run, undisturbed)
+    assert "rank 1 made no step for 8 s and was ended in forward (" in output
+    stacks = (run.folder / "tracking" / "stacks.txt").read_text()
+    assert "threading.Event().wait()" in stacks  # where it stood
+    hung_at = float((run.folder / "it-happened").read_text())
+    lost, recovery_s = run.steps_lost(9, output), run.seconds_to_step_after(9, hung_at + 8)
+    outcome = "ended after --hang-timeout-s, its stack in the log; recovered, bit-identical"
+    figures("19. A rank that hangs (time after the timeout)", outcome, lost, run.seconds_to_first_step(), recovery_s)
+
+
+def test_an_error_in_one_worker_is_retried(undisturbed: Fit, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = Fit(slow_config(tmp_path, model="tests.faults.test_workers:Failing", max_failures=1))
+    assert run.result()[1] == 0
+    assert "a cosmic ray" in capsys.readouterr().out
+    assert_same_run(run, undisturbed)
+
+
+class Infinite(SlowNet):
+    value = math.inf
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        bad = is_rank_1_for_the_first_time_at_step_10(self)
+        logits = super().forward(images)
+        return logits * torch.tensor([[-self.value, 1.0, 1.0, 1.0]]) if bad else logits
+
+
+class NotANumber(Infinite):
+    value = math.nan
+
+
+@pytest.mark.parametrize(("number", "model", "loss"), [(13, "NotANumber", "nan"), (14, "Infinite", "inf")])
+def test_a_loss_that_is_no_number_on_one_rank(
+    number: int, model: str, loss: str, undisturbed: Fit, tmp_path: Path, figures: Figures
+) -> None:
+    run = Fit(slow_config(tmp_path, model=f"tests.faults.test_workers:{model}"))
+    summary, exit_code = run.result()
+    assert (exit_code, summary.status, summary.step) == (1, "failed", 9)
+    assert summary.error is not None
+    assert "at step 10: training stopped before its update" in summary.error
+    assert [loss for _, loss, _ in run.losses()] == [loss for _, loss, _ in undisturbed.losses()][:9]
+    assert all(tensor.isfinite().all() for tensor in run.weights().values())
+    figures(f"{number}. {loss} on one rank", "all ranks stop before the update, exit 1; the last checkpoint is good")
