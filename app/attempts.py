@@ -163,15 +163,17 @@ class ClusterWatch:
 
     def __init__(self, config: Config, cluster: Cluster, num_workers: int):
         self._resize_after_s = config.resize_after_s
-        # Kept waiting as long as the attempt: how the cluster is asked for more, and says that it has it.
-        self._more = Places(config.max_workers - num_workers, resources_per_worker(config, cluster))
-        self._num_workers, self._looked_at = num_workers, 0.0
-        self._training_since: float | None = None
+        self._wanted, self._resources = config.max_workers - num_workers, resources_per_worker(config, cluster)
+        self._more: Places | None = None
+        self._training_since = self._looked_at = 0.0
 
     def reason_to_pause(self, nodes: frozenset[str]) -> str | None:
         """nodes: the ids of those the workers run on. Called while they make steps."""
         now = time.monotonic()
-        self._training_since = self._training_since or now
+        if self._more is None:
+            # Not before the workers have their places: these would take them. They stay as long as the
+            # attempt: so the cluster is asked for more, and says that it has it.
+            self._more, self._training_since = Places(self._wanted, self._resources), now
         if now - self._looked_at < CLUSTER_EVERY_S:
             return None
         self._looked_at = now
@@ -179,11 +181,12 @@ class ClusterWatch:
             return f"{len(going)} of {len(nodes)} nodes with workers will go"
         more = self._more.ready()
         if more and self._more.settled() and now - self._training_since >= self._resize_after_s:
-            return f"there is room for {more} more workers"
+            return f"there is room for {more} more worker{'s' * (more > 1)}"
         return None
 
     def close(self) -> None:
-        self._more.release()
+        if self._more is not None:
+            self._more.release()
 
 
 class TellFailures(UserCallback):
@@ -216,6 +219,8 @@ def _why_a_worker(failure: Exception) -> tuple[str, bool]:
         return f"was killed because its node ran out of memory; {LESS_MEMORY}", True
     if isinstance(cause, NodeDiedError):
         return "was lost with its node", True
+    if "third_party/gloo" in text or "NCCL" in text:
+        return "lost the connection to another worker", False
     if isinstance(cause, RayActorError):
         return "died: its process was killed or crashed", True
     return "failed: " + (text.strip().splitlines() or [type(cause).__name__])[-1], False

@@ -49,6 +49,12 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
             ray.init(address=address, **options)
         except (OSError, ValueError, RuntimeError) as error:
             raise BadInput(f"RAY_ADDRESS {address}: no cluster answers there: {error}") from None
+    if not verbose:
+        # Ray prints what it calls errors on stdout, whatever log_to_driver says: pages of a raylet's log
+        # where a node goes. What it means for the run is told by attempts.py.
+        import ray._private.worker as messages
+
+        messages.print_to_stdstream = lambda *args, **kwargs: None
     try:
         use_gpu = check_fits(config)
         if not use_gpu and config.device == "auto" and (gpus := ray.cluster_resources().get("GPU", 0)):

@@ -17,6 +17,7 @@ from app.data.splits import check_data
 from app.deliver import Target, deliver, without_credentials
 from app.errors import BadInput, TrainingFailed
 from app.interrupt import Interrupt
+from app.lock import held
 from app.progress import Display
 from app.runs import (
     LENGTH_DEPENDENT_SCHEDULES,
@@ -24,7 +25,6 @@ from app.runs import (
     Summary,
     checkpoint_name,
     checkpoint_storage,
-    held,
     open_run,
     remove_leftovers,
     resolved,
@@ -68,7 +68,12 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
 
     # torch takes seconds to import: beside Ray's start, not after it.
     threading.Thread(target=importlib.import_module, args=("app.attempts",), daemon=True).start()
-    with held(config), Interrupt() as interrupt, display, connected(config, verbose) as cluster:
+    with (
+        held(run_storage(config), str(config.run_name)),
+        Interrupt() as interrupt,
+        display,
+        connected(config, verbose) as cluster,
+    ):
         for note in cluster.notes:
             display.event(note)
         remove_leftovers(config)

@@ -1,15 +1,11 @@
 """A run's name is its identity: start it, go on with it, or say that it is finished."""
 
-import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
-import socket
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -200,34 +196,6 @@ def refuse_changes(old: Config, new: Config) -> None:
             f"--run-name {old.run_name} exists, with settings that give another result:\n" + "\n".join(lines) + "\n"
             "Give its settings to go on with it, or another --run-name to start afresh"
         )
-
-
-@contextlib.contextmanager
-def held(config: Config) -> Iterator[None]:
-    """Hold the run's name against a second job. Raises BadInput, saying who holds it.
-
-    A lock of the operating system on run.lock: it ends with its process, so a dead holder blocks nobody.
-    Object stores have none; there it is up to the person.
-    """
-    root = run_storage(config).local
-    if root is None:
-        yield
-        return
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / "run.lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise BadInput(
-                f"--run-name {config.run_name} is being trained right now by {holder}; "
-                "wait for it, stop it, or choose another --run-name"
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
 
 
 def remove_leftovers(config: Config) -> None:

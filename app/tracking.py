@@ -132,7 +132,7 @@ class Tracker:
         if self._stop == "paused":
             self._stop = None
         if tell:
-            self.event(f"training on {num_workers} workers")
+            self.event(f"training on {num_workers} worker{'s' * (num_workers > 1)}")
         self._spool.append("tags", tags={"world_size": str(num_workers)})
         self._wake()
 

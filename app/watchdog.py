@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 # After the report: the other ranks, which wait for this one, come to the same end and report too.
 GRACE_S = 2.0
-STANDARD_LIBRARY = tuple(f"{sysconfig.get_path('stdlib')}/{name}" for name in sys.stdlib_module_names)
 
 
 class Watchdog:
@@ -25,6 +24,7 @@ class Watchdog:
     def __init__(self, timeout_s: float, name: str, report: Callable[[str, str], None]):
         """report(text, stacks) is called once before the end: one line, and the stacks of all threads."""
         self._timeout_s, self._name, self._report = timeout_s, name, report
+        self._interval_s = min(1.0, timeout_s / 10)
         self._thread_id, self._at = 0, 0.0
         self._closed = threading.Event()
 
@@ -32,21 +32,24 @@ class Watchdog:
         self._at = time.monotonic()
         if not self._thread_id:
             self._thread_id = threading.get_ident()
+            self._arm(self._timeout_s)
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
-        faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        interval = min(1.0, self._timeout_s / 10)
-        while not self._closed.wait(interval):
-            waited = time.monotonic() - self._at
-            if waited > self._timeout_s:
+        while not self._closed.wait(self._interval_s):
+            left = self._timeout_s - (time.monotonic() - self._at)
+            if left < 0:
                 self._end()
-            # Where this thread gets no turn, since code in C holds the interpreter's lock, the stacks
-            # still come to the worker's log; the process is ended with those of the other ranks.
-            faulthandler.dump_traceback_later(self._timeout_s - waited + 10 * interval, file=2)
+            self._arm(left)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _arm(self, left_s: float) -> None:
+        """Where the watching thread gets no turn, since code in C holds the interpreter's lock, the stacks
+        come to the worker's log all the same; the process is ended with those of the other ranks."""
+        faulthandler.dump_traceback_later(left_s + 10 * self._interval_s, file=2)
 
     def _end(self) -> None:
         frames, names = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}
@@ -56,7 +59,7 @@ class Watchdog:
         )
         stack = traceback.extract_stack(frames[self._thread_id])
         # The lock or file that it waits in is Python's own; who waits for it tells more.
-        innermost = [frame for frame in stack if not frame.filename.startswith(STANDARD_LIBRARY)][-1]
+        innermost = [frame for frame in stack if not _is_standard_library(frame.filename)][-1]
         where = f"{innermost.name} ({innermost.filename}:{innermost.lineno})"
         text = f"{self._name} made no step for {self._timeout_s:g} s and was ended in {where}"
         try:
@@ -65,3 +68,7 @@ class Watchdog:
             time.sleep(GRACE_S)
         finally:  # whatever the report came to
             os._exit(1)
+
+
+def _is_standard_library(filename: str) -> bool:
+    return filename.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in filename

@@ -1,6 +1,7 @@
 """N ranks are 1 rank; interrupted and resumed is uninterrupted; not a number stops every rank."""
 
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -17,6 +18,7 @@ from app.loop import evaluate, train, update_ema
 from app.metrics import Evaluation
 from app.models.build import Normalize
 from app.models.mnist_cnn import MnistCnn
+from app.setup import load_optimizer
 from tests.common import PlainNet, build_training, loader_for, on_ranks, tiny_splits
 
 BASE = {"dataset": "tests.common:tiny_splits", "epochs": 3, "batch_size": 10, "lr": 0.01, "warmup_epochs": 0.5}
@@ -123,6 +125,34 @@ def resumed_at_every(stops: list[int]) -> list:
 def test_two_ranks_resume_bit_by_bit_too() -> None:
     for whole, *resumed in on_ranks(2, resumed_at_every, [5, 6]):
         assert resumed == [whole, whole]
+
+
+def stretch(start: int, stop: int, state: dict | None) -> tuple[list[list[int]], list[float], dict]:
+    """The steps from start up to stop: this rank's sample ids, the losses, and what to go on with."""
+    config = Config(**BASE)
+    splits = tiny_splits(config)
+    training = build_training(config, splits)
+    if state is not None:
+        training.network.load_state_dict(state["network"])
+        load_optimizer(training.optimizer, copy.deepcopy(state["optimizer"]))
+    batches = list(itertools.islice(loader_for(training, splits, start), stop - start))
+    losses = [result.loss / result.count for result in train(training, batches)]
+    ids = [batch["ids"][len(batch["ids"]) - batch["num_counted"] :].tolist() for batch in batches]
+    return ids, losses, {"network": training.network.state_dict(), "optimizer": training.optimizer.state_dict()}
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
+@pytest.mark.parametrize("stop_at", [5, 6, 7])  # before, on and after an epoch's end
+def test_resumed_on_another_number_of_ranks_it_is_the_same_run(before: int, after: int, stop_at: int) -> None:
+    (whole,) = on_ranks(1, stretch, 0, 18, None)
+    first = on_ranks(before, stretch, 0, stop_at, None)
+    second = on_ranks(after, stretch, stop_at, 18, first[0][2])
+    steps = [step for part in (first, second) for step in zip(*(ids for ids, _, _ in part), strict=True)]
+    samples = [[sample for ids in step for sample in ids] for step in steps]
+    assert samples == whole[0]
+    assert first[0][1] + second[0][1] == pytest.approx(whole[1], rel=1e-5)
+    for name, tensor in whole[2]["network"].items():
+        torch.testing.assert_close(second[0][2]["network"][name], tensor, rtol=0, atol=1e-4)
 
 
 def with_a_bad_rank(value: float, bad_step: int) -> tuple[str, int, bool]:

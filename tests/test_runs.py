@@ -1,8 +1,5 @@
 """A run's name is its identity."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from app.runs import (
     Summary,
     checkpoint_names,
     checkpoint_storage,
-    held,
     open_run,
     read_run,
     remove_leftovers,
@@ -70,27 +66,6 @@ def test_what_is_not_ours_is_no_checkpoint(config: Config) -> None:
     (folder / "checkpoint-000000001-backup").mkdir()
     (folder / "checkpoint-notes.txt").write_text("")
     assert checkpoint_names(checkpoint_storage(config)) == ["checkpoint-000000001"]
-
-
-def test_a_second_job_on_a_name_is_refused_and_told_who_holds_it(config: Config) -> None:
-    with (
-        held(config),
-        pytest.raises(BadInput, match=f"--run-name r is being trained right now by process {os.getpid()}"),
-        held(config),
-    ):
-        pass
-    with held(config):  # free again
-        pass
-
-
-def test_a_dead_holder_does_not_block(config: Config) -> None:
-    code = (
-        "import os; from app.config import Config; from app.runs import held\n"
-        f"with held(Config(run_name='r', output_dir={config.output_dir!r})): os._exit(9)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
-    with held(config):
-        pass
 
 
 @pytest.mark.parametrize("uri", ["mlruns", "file:///tmp/mlruns", "foo://x"])

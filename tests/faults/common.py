@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -55,6 +56,12 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 240.0) -> Any:
             return value
         time.sleep(0.05)
     raise TimeoutError(f"{condition} was not true within {timeout_s:g} s")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Watched:
@@ -140,6 +147,9 @@ class Fit(Watched):
         return self._done.result(timeout=280)
 
 
+COMMANDS: list[subprocess.Popen] = []
+
+
 class Command(Watched):
     """python -m app.train, as a person starts it."""
 
@@ -151,6 +161,7 @@ class Command(Watched):
         self._err = self._out.with_name(self._out.name.replace("stdout", "stderr"))
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(argv, stdout=out, stderr=err, env={**os.environ, **environment})
+        COMMANDS.append(self.process)
 
     def ended(self) -> bool:
         return self.process.poll() is not None

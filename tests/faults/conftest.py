@@ -1,12 +1,26 @@
 """The figures that the fault tests measure, as a table at the end: uv run pytest -m faults --faults-table FILE"""
 
-from collections.abc import Callable
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.faults.common import COMMANDS
+
 Figures = Callable[..., None]
 COLUMNS = ("fault", "outcome", "steps lost", "start to first step, s", "fault to next step, s")
+HEAD = """# Faults, and what came of them
+
+Each is injected for real: processes are killed, nodes removed, files cut off, servers taken away. Steps lost are
+those that were computed again. A start is counted from fit() to the first step, a recovery from the fault to the first
+new step. Made on {cores} cores of {processor} by
+
+    uv run pytest -m faults --faults-table docs/faults.md
+
+"""
 ROWS = pytest.StashKey[list[tuple[str, ...]]]()
 
 
@@ -31,6 +45,22 @@ def figures(request: pytest.FixtureRequest) -> Figures:
     return record
 
 
+@pytest.fixture(autouse=True)
+def no_command_is_left() -> Iterator[None]:
+    yield
+    while COMMANDS:
+        process = COMMANDS.pop()
+        if process.poll() is None:  # the test failed
+            process.kill()
+            process.wait()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("faults"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     unique = {row[0]: row for row in config.stash[ROWS]}
     rows = sorted(unique.values(), key=lambda row: float(row[0].split()[0]))
@@ -39,4 +69,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     lines = ["| " + " | ".join(row) + " |" for row in (COLUMNS, ("---",) * len(COLUMNS), *rows)]
     terminalreporter.write_line("\n".join(["", *lines]))
     if path := config.getoption("--faults-table"):
-        Path(path).write_text("\n".join(lines) + "\n")
+        Path(path).write_text(HEAD.format(cores=os.cpu_count(), processor=processor()) + "\n".join(lines) + "\n")
+
+
+def processor() -> str:
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else platform.machine()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from app.deliver import main as deliver
-from tests.faults.common import STEPS, Fit, slow_config, wait_until
+from tests.faults.common import STEPS, Fit, free_port, slow_config, wait_until
 from tests.faults.conftest import Figures
 
 pytestmark = [
@@ -64,13 +64,6 @@ def silent_server(port: int) -> Iterator[None]:
         yield
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["down from the start", "dying mid-run", "accepting and not answering"])
 def test_nothing_is_lost(kind: str, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()

@@ -1,0 +1,100 @@
+"""One job at a time for a run's name."""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from app.errors import BadInput
+from app.storage import Storage
+
+LOCK = "run.lock"
+# An object store has no locks: there the holder renews its note, and one that is not renewed is stale.
+RENEW_S, STALE_S = 5.0, 15.0
+
+
+@contextlib.contextmanager
+def held(storage: Storage, run_name: str) -> Iterator[None]:
+    """Hold a run's folder against a second job. Raises BadInput, saying who holds it.
+
+    A holder whose process is gone blocks nobody: the system's lock on a file ends with the process, and
+    a note in an object store is no longer renewed, which takes STALE_S to find out.
+    """
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    with _locked(storage.local, run_name, me) if storage.local else _noted(storage, run_name, me):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, run_name: str, me: str) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise _refusal(run_name, file.read().strip() or "another process") from None
+        file.truncate(0)
+        file.write(me + "\n")
+        file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def _noted(storage: Storage, run_name: str, me: str) -> Iterator[None]:
+    def note() -> bytes | None:
+        return storage.read(LOCK)
+
+    def write() -> bytes:
+        # Another one each time: clocks of two machines may differ, so nobody compares times.
+        content = json.dumps({"holder": me, "renewed": secrets.token_hex(8)}).encode()
+        storage.write(LOCK, content)
+        return content
+
+    found, deadline = note(), time.monotonic() + STALE_S
+    while found is not None and time.monotonic() < deadline:
+        time.sleep(RENEW_S / 10)
+        if (now := note()) not in (found, None):
+            raise _refusal(run_name, _holder(now))
+        found = now
+    mine = write()
+    time.sleep(RENEW_S / 10)
+    if (now := note()) != mine:  # two came at the same moment, and the other one was later
+        raise _refusal(run_name, _holder(now))
+
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEW_S):
+            with contextlib.suppress(OSError):  # the store does not answer: the next time it may
+                write()
+
+    thread = threading.Thread(target=renew, name="lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            storage.delete(LOCK)
+
+
+def _holder(note: bytes | None) -> str:
+    try:
+        return str(json.loads(note or b"")["holder"])
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _refusal(run_name: str, holder: str) -> BadInput:
+    return BadInput(
+        f"--run-name {run_name} is being trained right now by {holder}; "
+        "wait for it, stop it, or choose another --run-name"
+    )

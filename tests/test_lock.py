@@ -1,0 +1,51 @@
+"""One job at a time for a run's name, on a disk and in an object store."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from app import lock
+from app.errors import BadInput
+from app.lock import held
+from app.storage import Storage
+
+
+@pytest.fixture(params=["disk", "object store"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    monkeypatch.setattr(lock, "RENEW_S", 0.2)
+    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    return Storage(str(tmp_path) if request.param == "disk" else f"file://{tmp_path}")
+
+
+def test_a_second_job_on_a_name_is_refused_and_told_who_holds_it(storage: Storage) -> None:
+    with (
+        held(storage, "r"),
+        pytest.raises(BadInput, match=f"--run-name r is being trained right now by process {os.getpid()}"),
+        held(storage, "r"),
+    ):
+        pass
+    began = time.monotonic()
+    with held(storage, "r"):  # free again, at once
+        assert time.monotonic() - began < lock.STALE_S
+
+
+def test_a_dead_holder_does_not_block(storage: Storage) -> None:
+    code = (
+        "import os; from app.lock import held; from app.storage import Storage\n"
+        f"with held(Storage({storage.root!r}), 'r'): os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    with held(storage, "r"):
+        pass
+
+
+def test_a_note_of_another_program_is_stale_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "STALE_S", 0.2)
+    (tmp_path / "run.lock").write_text("?")
+    with held(Storage(f"file://{tmp_path}"), "r"):
+        assert "process" in (tmp_path / "run.lock").read_text()
+    assert not (tmp_path / "run.lock").exists()
