@@ -178,7 +178,7 @@ class ClusterWatch:
             return None
         self._looked_at = now
         if going := draining_nodes() & nodes:
-            return f"{len(going)} of {len(nodes)} nodes with workers will go"
+            return f"{len(going)} of {len(nodes)} nodes with workers {'is' if len(going) == 1 else 'are'} to go"
         more = self._more.ready()
         if more and self._more.settled() and now - self._training_since >= self._resize_after_s:
             return f"there is room for {more} more worker{'s' * (more > 1)}"

@@ -38,8 +38,8 @@ class Reporter:
     def __enter__(self) -> Self:
         if self.is_rank_zero:
             threading.Thread(target=self._poll_stop, name="stop-poll", daemon=True).start()
+        self._tracker.joined.remote(ray.get_runtime_context().get_node_id())
         if self._local_rank == 0:
-            self._tracker.joined.remote(ray.get_runtime_context().get_node_id())
             threading.Thread(target=self._sample_system, name="system-metrics", daemon=True).start()
         return self
 
