@@ -17,7 +17,8 @@ import torch
 
 from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint, load_weights
 from app.config import Config
-from app.data.sampling import Schedule
+from app.data.images import on_one_canvas
+from app.data.sampling import Order, Schedule, build_order, build_schedule
 from app.data.splits import Splits, load_splits
 from app.distributed import any_rank, current_world, from_rank_zero
 from app.errors import BadInput, NonFiniteLoss, TrainingFailed, plain_message
@@ -88,16 +89,19 @@ def run(config: Config, reporter: Reporter) -> Outcome:
 
     found = agreed_checkpoint(storage, reporter)
 
-    def prepare() -> tuple[Splits, Schedule, Checkpoint | None, torch.nn.Module]:
+    def prepare() -> tuple[Splits, Order, Schedule, Checkpoint | None, torch.nn.Module]:
         set_up_torch(config, device)
         splits = load_splits(config)
-        schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
+        order = build_order(config, splits.train.labels, splits.train.facts)
+        schedule = build_schedule(config, order)
         checkpoint = load_checkpoint(storage, found, splits.info) if found else None
+        if checkpoint is not None:
+            checkpoint.refuse_other_order(order.digest)
         network = build_network(config, splits.info, checkpoint)
         check_smallest_part(network, config, splits.info, schedule, world)
-        return splits, schedule, checkpoint, network
+        return splits, order, schedule, checkpoint, network
 
-    splits, schedule, checkpoint, network = together(prepare, reporter, device)
+    splits, order, schedule, checkpoint, network = together(prepare, reporter, device)
     if checkpoint is not None:
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
     ddp_options = {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
@@ -116,15 +120,15 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         optimizer=optimizer,
         ema=build_ema(config, network, checkpoint),
     )
-    position = checkpoint.position if checkpoint else Position()
+    position = checkpoint.position if checkpoint else Position(order=order.digest)
     # Left alone, prepare_data_loader would put a padding DistributedSampler of seed 0 in the place of
     # our order and batches: it moves batches to the device, and nothing else.
     to_device = partial(ray.train.torch.prepare_data_loader, add_dist_sampler=False)
-    train_loader = to_device(training_loader(config, splits, schedule, world, position.step, device))
+    train_loader = to_device(training_loader(config, splits, order, schedule, world, position.step, device))
     val_loader = to_device(evaluation_loader(config, splits.val, world, device))
 
     status: Status = "finished"
-    error, began_at, train_seconds = None, position.step, 0.0
+    error, seen_before, train_seconds = None, position.samples_seen, 0.0
     with CheckpointWriter(storage, config, splits.info, reporter.flush, enabled=world.rank == 0) as writer:
         writer.discard_after(position.step)
         if checkpoint is None:
@@ -133,6 +137,8 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         try:
             for result in steps:
                 position.step = result.step + 1
+                position.epoch = schedule.epochs_begun(position.step)
+                position.samples_seen += result.count
                 position.window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
                 train_seconds += result.seconds
                 last = position.step == schedule.total_steps
@@ -176,14 +182,13 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
         reporter.metrics(position.step, metrics)
     reporter.flush()
-    samples = schedule.samples_before(position.step)
     return Outcome(
         status,
         checkpoint=storage.uri(best_name),
-        epoch=schedule.epochs_begun(position.step),
+        epoch=position.epoch,
         step=position.step,
-        samples_seen=samples,
-        samples_per_s=(samples - schedule.samples_before(began_at)) / train_seconds if train_seconds else None,
+        samples_seen=position.samples_seen,
+        samples_per_s=(position.samples_seen - seen_before) / train_seconds if train_seconds else None,
         metrics=metrics,
         error=error,
         exit_code=1 if status == "failed" else 0,
@@ -240,7 +245,7 @@ def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporte
             split=np.array(name),
             class_names=np.array(splits.info.class_names),
             confusion=np.array(result.confusion),
-            images=images.images(np.array([mistake.sample_id for mistake in worst], np.int64)).numpy(),
+            images=on_one_canvas(images, np.array([mistake.sample_id for mistake in worst], np.int64)).numpy(),
             targets=np.array([mistake.target for mistake in worst], np.int64),
             predictions=np.array([mistake.prediction for mistake in worst], np.int64),
             losses=np.array([mistake.loss for mistake in worst]),

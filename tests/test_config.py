@@ -43,6 +43,19 @@ REFUSED = [
     ({"weights": "w.ckpt"}, ["--weights w.ckpt", ".pt"]),
     ({"bach_size": 8}, ["bach_size is no setting", "did you mean batch_size"]),
     ({"seed": -1}, ["--seed", "-1", "at least 0"]),
+    ({"sampler": "random"}, ["--sampler", "'random'", "'shuffled', 'sequential', 'subset'"]),
+    ({"sampler": "subset"}, ["--sampler subset", "--subset-fraction", "--subset-file"]),
+    ({"sampler": "subset", "subset_fraction": 0}, ["--subset-fraction", "greater than 0"]),
+    ({"subset_fraction": 0.5}, ["--subset-fraction 0.5", "--sampler subset"]),
+    ({"subset_file": "ids.txt"}, ["--subset-file ids.txt", "--sampler subset"]),
+    ({"weight_column": "w", "sampler": "weighted"}, ["--weight-column w", "image-folder"]),
+    ({"sampler": "weighted"}, ["--sampler weighted", "--dataset digits", "image-folder"]),
+    ({"sampler": "weighted", "dataset": "image-folder", "data_dir": "d"}, ["--sampler weighted", "--weight-column"]),
+    (
+        {"sampler": "length-bucketed", "dataset": "image-folder", "data_dir": "d"},
+        ["--sampler length-bucketed", "lengths", "--dataset image-folder"],
+    ),
+    ({"sampler": "aspect-grouped", "dataset": "cifar10"}, ["--sampler aspect-grouped", "shapes", "cifar10"]),
 ]
 
 

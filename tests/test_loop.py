@@ -29,6 +29,9 @@ SETTINGS = {
     "last batch of one": {"optimizer": "sgd", "batch_size": 8},
     "mixup": {"optimizer": "sgd", "mixup": 0.4},
     "cutmix and augmentation": {"optimizer": "sgd", "cutmix": 1.0, "augment": "flip-crop"},
+    "balanced": {"optimizer": "sgd", "sampler": "balanced"},
+    "weighted and mixup": {"optimizer": "sgd", "sampler": "weighted", "mixup": 0.4},
+    "length-bucketed, whole batches only": {"optimizer": "sgd", "sampler": "length-bucketed", "drop_last": True},
 }
 
 

@@ -1,6 +1,9 @@
 """A folder of images with a subfolder for each class. Imports no torch: the driver checks it early."""
 
+import csv
+import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,8 @@ SPLITS = ("train", "val", "test")
 EXTENSIONS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
 # Headers read before training; a bad file beyond these is named when its turn comes.
 MAX_CHECKED = 20_000
+# EXIF's tag, and its values that turn an image by a quarter: width and height change places.
+ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,80 @@ def check_headers(folder: Folder) -> None:
     if bad:
         more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise BadInput(f"no readable image: {', '.join(bad[:5])}{more}; mend or remove them")
+
+
+def read_sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
+    """(width, height) in pixels of each image, as it stands upright, from its header alone.
+
+    Raises BadInput naming the files that are no images.
+    """
+    from PIL import Image
+
+    def size(path: Path) -> tuple[int, int]:
+        try:
+            with Image.open(path) as image:
+                width, height = image.size
+                turned = image.getexif().get(ORIENTATION) in QUARTER_TURNS
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise BadInput(f"{path} is no readable image: {error}") from None
+        return (height, width) if turned else (width, height)
+
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(size, paths))
+
+
+def read_weights(data_dir: str, column: str, paths: Sequence[Path]) -> list[float]:
+    """The weight of each file, from a column of DATA_DIR/metadata.csv or DATA_DIR/train/metadata.csv.
+
+    The file is what Hugging Face's ImageFolder reads: a header, and a row for each image, whose column
+    file_name is a path relative to DATA_DIR or to the train folder. Rows of other files are passed
+    over. Raises BadInput, naming the line, for what is missing or no weight.
+    """
+    root = Path(data_dir)
+    train = root / "train" if (root / "train").is_dir() else root
+    table = next((path for path in (root / "metadata.csv", train / "metadata.csv") if path.is_file()), None)
+    if table is None:
+        raise BadInput(f"--weight-column {column}: there is no {root / 'metadata.csv'} that it could be a column of")
+    wanted = {os.path.normpath(path) for path in paths}
+    weights: dict[str, float] = {}
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            for name in ("file_name", column):
+                if name not in (rows.fieldnames or ()):
+                    raise BadInput(
+                        f"--weight-column {column}: {table} has no column {name}, "
+                        f"only {', '.join(rows.fieldnames or ['an empty first line'])}"
+                    )
+            for row in rows:
+                where = f"--weight-column {column}: {table}, line {rows.line_num}"
+                places = (os.path.normpath(folder / (row["file_name"] or "")) for folder in (root, train))
+                path = next((place for place in places if place in wanted), None)
+                if path is None:
+                    continue
+                if path in weights:
+                    raise BadInput(f"{where}: {row['file_name']} has a row already")
+                weights[path] = _weight(row[column], where)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"--weight-column {column}: {table} cannot be read: {error}") from None
+    found = [weights.get(os.path.normpath(path)) for path in paths]
+    missing = [str(path) for path, weight in zip(paths, found, strict=True) if weight is None]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise BadInput(f"--weight-column {column}: {table} has no row for {', '.join(missing[:5])}{more}")
+    if not any(weights.values()):
+        raise BadInput(f"--weight-column {column}: all weights in {table} are 0; give some samples a chance")
+    return [weights[os.path.normpath(path)] for path in paths]
+
+
+def _weight(text: str | None, where: str) -> float:
+    try:
+        weight = float(text or "")
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight) or weight < 0:
+        raise BadInput(f"{where}: {text!r} is no weight: a finite number, 0 or more")
+    return weight
 
 
 def _classes(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torchvision
 
 from app.config import Config
 from app.data.folder import scan_folder
-from app.data.images import DataInfo, ImageFiles, resized, stratified_split
-from app.data.splits import check_data, load_splits
+from app.data.images import DataInfo, ImageFiles, aspect_shapes, on_one_canvas, resized
+from app.data.sampling import stratified_split
+from app.data.splits import check_data, from_arrays, load_splits
 from app.errors import BadInput
 from tests.common import write_images, write_mnist
 
@@ -196,12 +198,12 @@ def test_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.fromarray(np.full((8, 8), 257 * 100, np.uint16)).save(tmp_path / "a.png")
-    image = ImageFiles([tmp_path / "a.png"], np.array([0]), 8, 1).images(np.array([0]))
+    image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 1).images(np.array([0]))
     assert image.unique().tolist() == [100]
 
 
 def test_no_files_are_an_empty_batch() -> None:
-    assert ImageFiles([], np.array([]), 8, 3).images(np.array([], np.int64)).shape == (0, 3, 8, 8)
+    assert ImageFiles([], np.array([]), [(8, 8)], 3).images(np.array([], np.int64)).shape == (0, 3, 8, 8)
 
 
 def test_the_facts_of_your_own_data_survive_a_checkpoint() -> None:
@@ -266,13 +268,128 @@ def test_resized_keeps_a_constant_image_constant() -> None:
     assert torch.equal(resized(torch.full((2, 1, 8, 8), 7, dtype=torch.uint8), 28), torch.full((2, 1, 28, 28), 7))
 
 
+def weights_in(root: Path, text: str, **settings) -> None:
+    (root / "metadata.csv").write_text(text)
+    check_data(folder_config(root, sampler="weighted", weight_column="w", **settings))
+
+
+def test_weights_are_read_from_a_column_and_follow_the_samples_that_are_kept(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 6, "dog": 6})
+    paths = [f"{name}/{number:03d}.png" for name in ("cat", "dog") for number in range(6)]
+    rows = [f"{path},{number}" for number, path in enumerate(paths)]
+    weights_in(tmp_path, "\n".join(["file_name,w", *reversed(rows), "elsewhere/0.png,x"]))
+    config = folder_config(tmp_path, sampler="weighted", weight_column="w", val_fraction=0.3)
+    splits = load_splits(config)
+    kept, held = stratified_split(np.repeat([0, 1], 6), 0.3)
+    assert splits.train.facts.weights is not None
+    assert splits.train.facts.weights.tolist() == kept.tolist()
+    assert len(held) == 4
+
+
+def test_weights_beside_or_inside_the_train_folder(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / split, {"cat": 1, "dog": 1})
+    config = folder_config(tmp_path, sampler="weighted", weight_column="w")
+    for place, prefix in ((tmp_path, "train/"), (tmp_path, ""), (tmp_path / "train", "")):
+        (place / "metadata.csv").write_text(f"file_name,w\n{prefix}cat/000.png,0.5\n{prefix}dog/000.png,1e3\n")
+        check_data(config)
+        weights = load_splits(config).train.facts.weights
+        assert weights is not None
+        assert weights.tolist() == [0.5, 1000]
+        (place / "metadata.csv").unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file_name,v\ncat/000.png,1\n", r"metadata\.csv has no column w, only file_name, v"),
+        ("w\n1\n", "has no column file_name, only w"),
+        ("", "has no column file_name, only an empty first line"),
+        ("file_name,w\ncat/000.png,1\ncat/001.png,1\ndog/000.png,2\n", r"has no row for .*dog/001\.png"),
+        ("file_name,w\ncat/000.png,1\ncat/001.png,-2\n", r"metadata\.csv, line 3: '-2' is no weight"),
+        ("file_name,w\ncat/000.png,nan\n", "line 2: 'nan' is no weight"),
+        ("file_name,w\ncat/000.png,many\n", "line 2: 'many' is no weight"),
+        ("file_name,w\ncat/000.png\n", "line 2: None is no weight"),
+        ("file_name,w\ncat/000.png,1\ncat/../cat/000.png,1\n", "line 3: cat/../cat/000.png has a row already"),
+        ("file_name,w\n" + "".join(f"{c}/00{n}.png,0\n" for c in ("cat", "dog") for n in range(2)), "are 0"),
+    ],
+)
+def test_weights_gone_wrong_are_found_before_training_and_named(tmp_path: Path, text: str, message: str) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2})
+    with pytest.raises(BadInput, match=message):
+        weights_in(tmp_path, text)
+
+
+def test_no_file_of_weights(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2})
+    with pytest.raises(BadInput, match=r"--weight-column w: there is no .*metadata\.csv"):
+        check_data(folder_config(tmp_path, sampler="weighted", weight_column="w"))
+
+
+def test_orders_that_cannot_be_are_found_before_training(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 5, "dog": 5})
+    with pytest.raises(BadInput, match="--drop-last leaves nothing of 8 samples"):
+        check_data(folder_config(tmp_path, batch_size=9, drop_last=True))
+    (tmp_path / "ids.txt").write_text("8\n")
+    with pytest.raises(BadInput, match="there is no sample 8, the training samples are 0 to 7"):
+        check_data(folder_config(tmp_path, sampler="subset", subset_file=str(tmp_path / "ids.txt")))
+    with pytest.raises(BadInput, match=r"--subset-file none\.txt: No such file"):
+        check_data(Config(sampler="subset", subset_file="none.txt"))
+
+
+def test_facts_of_your_own_must_be_as_many_as_the_samples() -> None:
+    pixels, labels = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), np.arange(4) % 2
+    about: dict[str, Any] = {"val_fraction": 0.5, "class_names": ("a", "b"), "mean": (0.5,), "std": (0.5,)}
+    splits = from_arrays((pixels, labels), lengths=np.arange(4), **about)
+    assert splits.train.facts.lengths is not None
+    assert len(splits.train.facts.lengths) == 2
+    with pytest.raises(BadInput, match=r"weights has the shape \(3,\) for 4 training samples"):
+        from_arrays((pixels, labels), weights=np.arange(3), **about)
+
+
+def test_aspect_shapes_have_the_area_and_sides_that_are_multiples_of_8() -> None:
+    assert aspect_shapes(64) == [(88, 48), (72, 56), (64, 64), (56, 72), (48, 88)]
+    assert len(aspect_shapes(224)) == 7
+    for size in (1, 8, 28, 64, 224):
+        for shape in aspect_shapes(size):
+            assert all(side % 8 == 0 and side > 0 for side in shape)
+            if size >= 28:
+                assert shape[0] * shape[1] == pytest.approx(size * size, rel=0.32)
+
+
+def test_an_image_is_of_the_group_nearest_to_its_shape_and_resized_to_it(tmp_path: Path) -> None:
+    from PIL import Image
+
+    sizes = {"wide": (160, 90), "tall": (60, 80), "square": (50, 51), "strip": (300, 20)}
+    for name, size in sizes.items():
+        for number in range(2):
+            (tmp_path / name).mkdir(exist_ok=True)
+            Image.new("RGB", size, (200, 10, 10)).save(tmp_path / name / f"{number}.jpg")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by a quarter: it stands upright
+    Image.new("RGB", (80, 60), (200, 10, 10)).save(tmp_path / "tall" / "1.jpg", exif=turned)
+
+    config = folder_config(tmp_path, sampler="aspect-grouped", image_channels=1, val_fraction=0.5)
+    config = config.model_copy(update={"image_size": 64})
+    check_data(config)
+    splits = load_splits(config)
+    assert splits.info.shapes == tuple(aspect_shapes(64))
+    for images in (splits.train, splits.val):
+        shapes = [tuple(images.images(np.array([i])).shape) for i in range(4)]
+        assert shapes == [(1, 1, 64, 64), (1, 1, 48, 88), (1, 1, 72, 56), (1, 1, 48, 88)]  # square, strip, tall, wide
+    canvas = on_one_canvas(splits.val, np.arange(4))
+    assert canvas.shape == (4, 1, 72, 88)
+    assert (canvas > 0).sum(dim=(1, 2, 3)).tolist() == [64 * 64, 48 * 88, 72 * 56, 48 * 88]
+    assert on_one_canvas(splits.val, np.array([], np.int64)).shape[0] == 0
+
+
 def test_an_image_is_cropped_at_its_centre(tmp_path: Path) -> None:
     from PIL import Image
 
     pixels = np.zeros((8, 16, 3), np.uint8)
     pixels[:, 4:12] = 200  # the centre square
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    image = ImageFiles([tmp_path / "a.png"], np.array([0]), 8, 3).images(np.array([0]))[0]
+    image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 3).images(np.array([0]))[0]
     assert image.unique().tolist() == [200]
 
 
