@@ -59,6 +59,7 @@ class Position:
     """Where a run stands: after `step` steps. All of it a resumed run needs beside weights and optimizer.
 
     epoch: epochs begun. order: the digest of the order of samples that the steps are steps in.
+    bad_samples: of the epoch, those up to here that could not be read.
     """
 
     step: int = 0
@@ -67,6 +68,7 @@ class Position:
     epoch: int = 0
     samples_seen: int = 0
     order: str = ""
+    bad_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,7 @@ def load_checkpoint(storage: Storage, name: str, info: DataInfo | None = None) -
                 state["epoch"],
                 state["samples_seen"],
                 state["order"],
+                state["bad_samples"],
             ),
             model=load_file(folder / MODEL),
             trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),

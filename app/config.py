@@ -25,7 +25,8 @@ from app.errors import BadInput
 
 # What a setting does to the result, and so whether the same run may go on when it differs:
 #   result  changes the numbers: a resumed run must have the same value
-#   length  how long to train: may be raised, where the schedule does not depend on it
+#   length  how long to train, or how much to put up with: may be raised, where the schedule does not
+#           depend on it
 #   free    where, how fast or how visibly: may differ at every start
 Effect = Literal["result", "length", "free"]
 
@@ -135,6 +136,13 @@ class Config(BaseModel):
     )
     weight_column: str | None = setting(
         None, "data", "Of sampler weighted: a column of metadata.csv, which has file_name, in the image-folder."
+    )
+    max_bad_samples: int = setting(
+        0,
+        "data",
+        "Unreadable images that are skipped in one pass over a split (an epoch, a validation); more end the run.",
+        effect="length",
+        ge=0,
     )
     drop_last: bool = setting(False, "data", "Leave out the batches at an epoch's end that are not full.")
     augment: Literal["auto", "none", "shift", "flip-crop", "randaugment"] = setting(
@@ -279,6 +287,11 @@ class Config(BaseModel):
             if value is not None and not applies:
                 raise BadInput(f"{flag(name)} {value} has an effect only with {where}: leave it out")
         self._sampler_has_what_it_needs()
+        if self.max_bad_samples and self.dataset != "image-folder" and not CALLABLE.fullmatch(self.dataset):
+            raise BadInput(
+                f"--max-bad-samples {self.max_bad_samples} has an effect only with --dataset image-folder "
+                "or data of your own: leave it out"
+            )
         if self.weights is not None and not is_weights_file(self.weights) and not self._is_from_torchvision():
             raise BadInput(
                 f"--weights {self.weights}: allowed for --model {self.model} are files (.safetensors, .pt, .pth); "

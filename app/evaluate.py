@@ -53,6 +53,11 @@ def main(argv: Sequence[str]) -> int:
         result, class_names = evaluate_share(path, command.split, data_dir, command.device, 0, 1)
     else:
         result, class_names = evaluate_on_ray(path, config, command, data_dir)
+    from app.loop import refuse_unreadable
+
+    for text in result.unreadable:
+        print(f"skipping a sample: {text}")
+    refuse_unreadable(result, config, command.split)
     report(path, command.split, result, class_names)
     return 0
 
@@ -181,6 +186,7 @@ def report(path: str, split: str, result: Evaluation, class_names: tuple[str, ..
         "checkpoint": path,
         "split": split,
         "num_samples": result.num_samples,
+        "unreadable": result.unreadable,
         "metrics": result.metrics(split),
         "per_class": dict(zip(class_names, rows, strict=True)),
         "confusion": result.confusion,

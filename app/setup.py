@@ -118,4 +118,5 @@ def _reading(config: Config, images: ImageSet, device: torch.device) -> dict[str
     num_workers = config.loader_workers
     if num_workers is None:
         num_workers = 0 if images.in_memory else 2
-    return {"num_workers": num_workers, "pin_memory": device.type == "cuda"}
+    pin_memory, skip_unreadable = device.type == "cuda", config.max_bad_samples > 0
+    return {"num_workers": num_workers, "pin_memory": pin_memory, "skip_unreadable": skip_unreadable}

@@ -5,7 +5,7 @@ data -> restore -> model -> optimizer -> loaders -> steps: train, record, evalua
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -18,12 +18,13 @@ import torch
 from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint, load_weights
 from app.config import Config
 from app.data.images import on_one_canvas
+from app.data.loader import Batch
 from app.data.sampling import Order, Schedule, build_order, build_schedule
 from app.data.splits import Splits, load_splits
 from app.distributed import any_rank, current_world, from_rank_zero
-from app.errors import BadInput, NonFiniteLoss, TrainingFailed, plain_message
-from app.loop import Training, evaluate, train
-from app.metrics import Window
+from app.errors import BadInput, NonFiniteLoss, TooManyBadSamples, TrainingFailed, plain_message
+from app.loop import Training, evaluate, refuse_unreadable, train
+from app.metrics import Evaluation, Window
 from app.models.build import Normalize
 from app.optim import build_optimizer, learning_rate
 from app.reporter import Reporter
@@ -133,12 +134,15 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         writer.discard_after(position.step)
         if checkpoint is None:
             writer.save(position, network, optimizer, training.ema)  # there is always one to go back to
-        steps = train(training, train_loader, reporter.stop_requested) if wants_more(config, position) else ()
+        steps = ()
+        if wants_more(config, position):
+            steps = train(training, train_loader, reporter.stop_requested, reporter.unreadable, position.bad_samples)
         try:
             for result in steps:
                 position.step = result.step + 1
                 position.epoch = schedule.epochs_begun(position.step)
                 position.samples_seen += result.count
+                position.bad_samples = result.bad_samples
                 position.window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
                 train_seconds += result.seconds
                 last = position.step == schedule.total_steps
@@ -153,9 +157,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                 # at an epoch's end: evaluate
                 improved = False
                 if epoch_ended:
-                    validation = evaluate(
-                        training.evaluated, training.normalize, val_loader, splits.info.num_classes, config, device
-                    )
+                    validation = measure(training.evaluated, training, val_loader, splits, "val", reporter)
                     if not math.isfinite(validation.loss):  # the same number on every rank
                         raise NonFiniteLoss(f"the validation loss is {validation.loss} after step {position.step}")
                     reporter.metrics(position.step, validation.metrics("val"))
@@ -171,7 +173,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                     break
                 if not wants_more(config, position):
                     break
-        except NonFiniteLoss as failure:  # on every rank at the same step
+        except (NonFiniteLoss, TooManyBadSamples) as failure:  # on every rank at the same step
             status, error = "failed", str(failure)
 
     # at the end: test the best weights
@@ -179,8 +181,11 @@ def run(config: Config, reporter: Reporter) -> Outcome:
     assert best_name is not None
     metrics = position.best.metrics()
     if status == "finished":
-        metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
-        reporter.metrics(position.step, metrics)
+        try:
+            metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
+            reporter.metrics(position.step, metrics)
+        except TooManyBadSamples as failure:  # on every rank
+            status, error = "failed", str(failure)
     reporter.flush()
     return Outcome(
         status,
@@ -222,6 +227,24 @@ def agreed_checkpoint(storage: Storage, reporter: Reporter, prefer: str | None =
     return from_rank_zero(find_good(storage, reporter.event, prefer) if reporter.is_rank_zero else None)
 
 
+def measure(
+    network: torch.nn.Module,
+    training: Training,
+    loader: Iterable[Batch],
+    splits: Splits,
+    split: str,
+    reporter: Reporter,
+    num_worst: int = 0,
+) -> Evaluation:
+    """Measure the network on a split. Raises TooManyBadSamples on every rank."""
+    result = evaluate(
+        network, training.normalize, loader, splits.info.num_classes, training.config, training.device, num_worst
+    )
+    reporter.unreadable(result.unreadable)
+    refuse_unreadable(result, training.config, split)
+    return result
+
+
 def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporter) -> dict[str, float]:
     """Measure the best weights on the test split, or on val where there is none; the numbers and what the
     final pictures are drawn from go to the Tracker."""
@@ -230,15 +253,7 @@ def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporte
     loader = ray.train.torch.prepare_data_loader(
         evaluation_loader(training.config, images, training.world, training.device), add_dist_sampler=False
     )
-    result = evaluate(
-        training.network,
-        training.normalize,
-        loader,
-        splits.info.num_classes,
-        training.config,
-        training.device,
-        NUM_WORST,
-    )
+    result = measure(training.network, training, loader, splits, name, reporter, NUM_WORST)
     worst = result.worst
     if reporter.is_rank_zero:
         reporter.pictures(

@@ -1,6 +1,7 @@
 """Small data, small networks and several ranks: what the tests are made of."""
 
 import atexit
+import dataclasses
 import functools
 import multiprocessing
 import struct
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from app.config import Config
+from app.data.images import ImagesInMemory
 from app.data.sampling import build_order, build_schedule
 from app.data.splits import Splits, from_arrays
 from app.distributed import current_world
@@ -60,6 +62,20 @@ def tiny_splits(config: Config) -> Splits:
         weights=np.arange(57) % 3,
         lengths=np.arange(57) * 7 % 31,
     )
+
+
+def with_unreadable(splits: Splits, **ids: list[int]) -> Splits:
+    """The splits, of which these samples (by split) cannot be read, as in an image-folder held in memory."""
+    damaged = {
+        name: ImagesInMemory(
+            splits[name].images(np.arange(len(splits[name].labels))),
+            splits[name].labels,
+            splits[name].facts,
+            {i: f"{name}/{i}.png is no readable image" for i in bad},
+        )
+        for name, bad in ids.items()
+    }
+    return dataclasses.replace(splits, **damaged)
 
 
 def build_training(config: Config, splits: Splits, network: nn.Module | None = None) -> Training:

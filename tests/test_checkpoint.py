@@ -46,7 +46,9 @@ def write(storage: Storage, *steps: int, best: int = 0, keep: int = 2, ema: nn.M
     network, optimizer = trained()
     with CheckpointWriter(storage, Config(keep_checkpoints=keep), INFO) as writer:
         for step in steps:
-            position = Position(step, Best(min(best, step), 0.5, 1.0), Window(loss=1.5, steps=2), 1, 10 * step, "order")
+            position = Position(
+                step, Best(min(best, step), 0.5, 1.0), Window(loss=1.5, steps=2), 1, 10 * step, "order", 3
+            )
             writer.save(position, network, optimizer, ema)
 
 
@@ -66,7 +68,7 @@ def test_what_is_saved_is_loaded(storage: Storage) -> None:
     write(storage, 7, ema=ema)
     network, optimizer = trained()
     checkpoint = load_checkpoint(storage, "checkpoint-000000007", INFO)
-    assert checkpoint.position == Position(7, Best(0, 0.5, 1.0), Window(loss=1.5, steps=2), 1, 70, "order")
+    assert checkpoint.position == Position(7, Best(0, 0.5, 1.0), Window(loss=1.5, steps=2), 1, 70, "order", 3)
     assert checkpoint.config == Config()
     assert checkpoint.info == INFO
     for name, tensor in ema.state_dict().items():

@@ -68,29 +68,37 @@ def scan_folder(data_dir: str) -> Folder:
     return Folder(tuple(class_names), splits)
 
 
-def check_headers(folder: Folder) -> None:
-    """Raise BadInput naming the files that are no images, as far as their headers tell."""
+def check_headers(folder: Folder, max_bad: int = 0) -> list[str]:
+    """The files that are no images, as far as their headers tell.
+
+    Raises BadInput naming them where there are more than max_bad in a split.
+    """
     from PIL import Image
 
     def problem(path: Path) -> str | None:
         try:
             with Image.open(path):
                 return None
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        except Exception:  # what Pillow raises for damaged bytes has no common type
             return str(path)
 
-    paths = [path for files, _ in folder.splits.values() for path in files][:MAX_CHECKED]
-    with ThreadPoolExecutor() as threads:
-        bad = [path for path in threads.map(problem, paths) if path]
-    if bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise BadInput(f"no readable image: {', '.join(bad[:5])}{more}; mend or remove them")
+    found, left = [], MAX_CHECKED
+    for files, _ in folder.splits.values():
+        with ThreadPoolExecutor() as threads:
+            bad = [path for path in threads.map(problem, files[:left]) if path]
+        left -= min(left, len(files))
+        if len(bad) > max_bad:
+            more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+            skip = f"; mend or remove them, or skip them with --max-bad-samples (it is {max_bad})"
+            raise BadInput(f"no readable image: {', '.join(bad[:5])}{more}{skip}")
+        found += bad
+    return found
 
 
-def read_sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
+def read_sizes(paths: Sequence[Path], skip_unreadable: bool = False) -> list[tuple[int, int]]:
     """(width, height) in pixels of each image, as it stands upright, from its header alone.
 
-    Raises BadInput naming the files that are no images.
+    Raises BadInput naming a file that is no image; with skip_unreadable it is given as (1, 1).
     """
     from PIL import Image
 
@@ -99,7 +107,9 @@ def read_sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
             with Image.open(path) as image:
                 width, height = image.size
                 turned = image.getexif().get(ORIENTATION) in QUARTER_TURNS
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # what Pillow raises for damaged bytes has no common type
+            if skip_unreadable:
+                return 1, 1
             raise BadInput(f"{path} is no readable image: {error}") from None
         return (height, width) if turned else (width, height)
 

@@ -51,8 +51,9 @@ class DataInfo:
 
 
 class ImageSet(Protocol):
-    """labels: (N,) int64. images(ids): uint8 (n, C, H, W) for n ids of one group, if facts has groups.
+    """labels: (N,) int64. images(ids): uint8 (n, C, H, W) for n ids, of one group if facts has groups.
 
+    n may be 0. A sample that cannot be read raises BadInput, in which --max-bad-samples may skip it.
     in_memory: not read from files. facts: what orders can go by.
     """
 
@@ -66,15 +67,27 @@ class ImageSet(Protocol):
 class ImagesInMemory:
     in_memory = True
 
-    def __init__(self, pixels: torch.Tensor, labels: np.ndarray, facts: Facts | None = None):
+    """unreadable: by id, what is wrong with each sample that could not be read, whose pixels mean nothing."""
+
+    def __init__(
+        self,
+        pixels: torch.Tensor,
+        labels: np.ndarray,
+        facts: Facts | None = None,
+        unreadable: dict[int, str] | None = None,
+    ):
         assert (pixels.dtype, pixels.ndim) == (torch.uint8, 4)
         assert len(pixels) == len(labels)
         self._pixels, self.labels = pixels, np.asarray(labels, np.int64)
-        self.facts = facts or Facts()
+        self.facts, self._unreadable = facts or Facts(), unreadable or {}
         channels, height, width = pixels.shape[1:]
         self.image_shape = (channels, height, width)
 
     def images(self, ids: np.ndarray) -> torch.Tensor:
+        if self._unreadable:
+            for i in ids.tolist():
+                if i in self._unreadable:
+                    raise BadInput(self._unreadable[i])
         return self._pixels[torch.from_numpy(ids)]
 
 
@@ -106,8 +119,19 @@ class ImageFiles:
             pixels[row] = decode_image(self.paths[i], shape, self._channels)
         return pixels
 
-    def loaded(self) -> ImagesInMemory:
-        return ImagesInMemory(self.images(np.arange(len(self.paths))), self.labels, self.facts)
+    def loaded(self, skip_unreadable: bool = False) -> ImagesInMemory:
+        """All of them in memory. Raises BadInput for one that cannot be read, or leaves that to who asks for it."""
+        assert self.facts.groups is None
+        pixels = torch.zeros(len(self.paths), self._channels, *self._shapes[0], dtype=torch.uint8)
+        unreadable = {}
+        for i, path in enumerate(self.paths):
+            try:
+                pixels[i] = decode_image(path, self._shapes[0], self._channels)
+            except BadInput as error:
+                if not skip_unreadable:
+                    raise
+                unreadable[i] = str(error)
+        return ImagesInMemory(pixels, self.labels, self.facts, unreadable)
 
 
 class Subset:
@@ -160,7 +184,7 @@ def decode_image(path: Path, shape: tuple[int, int], channels: int) -> torch.Ten
             if upright.mode.startswith(("I", "F")):  # 16 bits and more; convert() would cut them off at 255
                 upright = Image.fromarray((np.asarray(upright, np.float64) / 257).clip(0, 255).astype(np.uint8))
             image = upright.convert("RGB" if channels == 3 else "L")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises
+    except Exception as error:  # what Pillow raises for damaged bytes has no common type
         raise BadInput(f"{path} is no readable image: {error}") from None
     image = ImageOps.fit(image, (shape[1], shape[0]), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image).reshape(*shape, channels)).permute(2, 0, 1).contiguous()

@@ -73,7 +73,8 @@ def check_data(config: Config) -> None:
         _fetch_if_missing(config)
     elif config.dataset == "image-folder":
         folder = scan_folder(_data_dir(config))
-        check_headers(folder)
+        if unreadable := check_headers(folder, config.max_bad_samples):
+            print(f"skipping what is no readable image: {', '.join(unreadable)}")
         _enough(len(folder.splits["train"][0]), config)
         if config.sampler != "aspect-grouped":  # which needs every header: left to the workers
             _check_folder_order(folder, config)
@@ -313,7 +314,7 @@ def _load_folder(config: Config) -> Splits:
             return None
         paths, labels = folder.splits[split]
         files = ImageFiles(paths, np.asarray(labels), shapes, channels, _folder_facts(folder, split, config))
-        return files.loaded() if fits else files
+        return files.loaded(skip_unreadable=config.max_bad_samples > 0) if fits else files
 
     train = image_set("train")
     assert train is not None
@@ -341,7 +342,7 @@ def _folder_facts(folder: Folder, split: str, config: Config) -> "Facts":
         from app.data.images import aspect_groups, aspect_shapes
 
         shapes = aspect_shapes(config.image_size or FOLDER_IMAGE_SIZE)
-        return Facts(groups=aspect_groups(read_sizes(paths), shapes))
+        return Facts(groups=aspect_groups(read_sizes(paths, config.max_bad_samples > 0), shapes))
     if config.weight_column is not None and split == "train":
         return Facts(weights=np.array(read_weights(_data_dir(config), config.weight_column, paths)))
     return Facts()

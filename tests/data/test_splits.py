@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torchvision
 from app.config import Config
 from app.data.folder import scan_folder
 from app.data.images import DataInfo, ImageFiles, aspect_shapes, on_one_canvas, resized
-from app.data.sampling import stratified_split
+from app.data.loader import build_loader
+from app.data.sampling import EvaluationBatches, stratified_split
 from app.data.splits import check_data, from_arrays, load_splits
+from app.distributed import World
 from app.errors import BadInput
 from tests.common import write_images, write_mnist
 
@@ -218,6 +221,64 @@ def test_a_file_damaged_behind_its_header_is_named_when_it_is_read(tmp_path: Pat
     check_data(folder_config(tmp_path))
     with pytest.raises(BadInput, match=r"cat/000\.png is no readable image"):
         load_splits(folder_config(tmp_path))
+
+
+def damage(path: Path, header: bool) -> None:
+    path.write_bytes(b"no pixels" if header else path.read_bytes()[:3000])
+
+
+def test_as_many_unreadable_files_as_allowed_are_let_pass_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path, {"cat": 4, "dog": 4}, size=(64, 64))
+    damage(tmp_path / "cat" / "000.png", header=True)
+    damage(tmp_path / "dog" / "001.png", header=True)
+    check_data(folder_config(tmp_path, max_bad_samples=2))
+    assert "skipping what is no readable image: " in (said := capsys.readouterr().out)
+    assert "cat/000.png" in said
+    assert "dog/001.png" in said
+    with pytest.raises(BadInput, match=r"cat/000\.png, .*dog/001\.png; mend .* --max-bad-samples \(it is 1\)"):
+        check_data(folder_config(tmp_path, max_bad_samples=1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"in_memory_mb": 0}, {"sampler": "aspect-grouped"}])
+@pytest.mark.parametrize("header", [True, False])
+def test_an_unreadable_file_is_left_out_of_its_batch(tmp_path: Path, settings: dict, header: bool) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / split, {"cat": 3, "dog": 3}, size=(64, 64))
+    damage(tmp_path / "train" / "cat" / "001.png", header)
+    config = folder_config(tmp_path, max_bad_samples=1, batch_size=6, **settings)
+    splits = load_splits(config)
+    loader = build_loader(splits.train, EvaluationBatches(6, 6, World()), num_workers=0, skip_unreadable=True)
+    (batch,) = loader
+    assert batch["rows"].tolist() == [0, 2, 3, 4, 5]
+    assert (batch["num_counted"], batch["global_count"]) == (5, 6)
+    assert [text.partition(" is no readable image")[0] for text in batch["unreadable"]] == [
+        str(tmp_path / "train" / "cat" / "001.png")
+    ]
+    good = np.array([0, 2, 3, 4, 5])
+    assert torch.equal(batch["inputs"][batch["rows"]], splits.train.images(good))
+    with pytest.raises(BadInput, match=r"cat/001\.png is no readable image"):
+        next(iter(build_loader(splits.train, EvaluationBatches(6, 6, World()), num_workers=0)))
+
+
+def test_a_batch_of_which_nothing_can_be_read_counts_nothing(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 3, "dog": 3}, size=(64, 64))
+    images = ImageFiles([tmp_path / "a.png", tmp_path / "b.png"], np.zeros(2), [(8, 8)], 3)
+    (batch,) = build_loader(images, EvaluationBatches(2, 2, World()), num_workers=0, skip_unreadable=True)
+    assert (batch["num_counted"], len(batch["unreadable"])) == (0, 2)
+    assert batch["inputs"][batch["rows"]].shape == (1, 3, 8, 8)
+
+
+def test_damaged_exif_is_bad_input_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_images(tmp_path, {"cat": 1})
+
+    def broken(image: object) -> None:
+        raise struct.error("required argument is not an integer")
+
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", broken)
+    with pytest.raises(BadInput, match=r"000\.png is no readable image: required argument"):
+        ImageFiles([tmp_path / "cat" / "000.png"], np.zeros(1), [(8, 8)], 3).images(np.array([0]))
 
 
 def test_fewer_samples_than_workers(tmp_path: Path) -> None:
