@@ -15,12 +15,12 @@ import torchvision
 from app.config import Config
 from app.data.folder import scan_folder
 from app.data.images import DataInfo, ImageFiles, aspect_shapes, on_one_canvas, resized
-from app.data.loader import build_loader
-from app.data.sampling import EvaluationBatches, stratified_split
+from app.data.loader import Reader, build_loader
+from app.data.sampling import EvaluationBatches, Request, stratified_split
 from app.data.splits import check_data, from_arrays, load_splits
 from app.distributed import World
 from app.errors import BadInput
-from tests.common import write_images, write_mnist
+from tests.common import with_unreadable, write_images, write_mnist
 
 
 def everything(images) -> torch.Tensor:
@@ -268,6 +268,19 @@ def test_a_batch_of_which_nothing_can_be_read_counts_nothing(tmp_path: Path) -> 
     (batch,) = build_loader(images, EvaluationBatches(2, 2, World()), num_workers=0, skip_unreadable=True)
     assert (batch["num_counted"], len(batch["unreadable"])) == (0, 2)
     assert batch["inputs"][batch["rows"]].shape == (1, 3, 8, 8)
+
+
+def test_a_sample_whose_mixing_partner_cannot_be_read_is_its_own_partner() -> None:
+    splits = with_unreadable(load_splits(Config(dataset="tests.common:tiny_splits")), train=[8, 5])
+    request = Request(step=0, epoch=0, ids=np.array([8, 3, 4, 5, 6]), num_counted=4, global_count=4)
+    batch = Reader(splits.train, skip_unreadable=True).__getitems__(request)
+    partners = batch["inputs"].roll(1, 0)
+    for row, partner in {1: 3, 2: 3, 4: 6}.items():  # 8 is before 3, and 5 before 6
+        assert torch.equal(partners[row], splits.train.images(np.array([partner]))[0])
+        assert batch["targets"].roll(1)[row] == splits.train.labels[partner]
+    assert torch.is_tensor(batch["rows"])
+    assert batch["rows"].tolist() == [1, 2, 4]
+    assert batch["unreadable"] == ["train/5.png is no readable image"]
 
 
 def test_damaged_exif_is_bad_input_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
