@@ -56,11 +56,19 @@ class Best:
 
 @dataclass
 class Position:
-    """Where a run stands: after `step` steps. All of it a resumed run needs beside weights and optimizer."""
+    """Where a run stands: after `step` steps. All of it a resumed run needs beside weights and optimizer.
+
+    epoch: epochs begun. order: the digest of the order of samples that the steps are steps in.
+    bad_samples: of the epoch, those up to here that could not be read.
+    """
 
     step: int = 0
     best: Best = field(default_factory=Best)
     window: Window = field(default_factory=Window)
+    epoch: int = 0
+    samples_seen: int = 0
+    order: str = ""
+    bad_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,15 @@ class Checkpoint:
         """Raise BadInput unless it was trained on data of this kind."""
         if info != self.info:
             raise BadInput(f"{self.path} was trained on other data:\n  it has {self.info}\n  this is {info}")
+
+    def refuse_other_order(self, digest: str) -> None:
+        """Raise BadInput unless a step of the order with this digest has the samples that it had in training."""
+        if digest != self.position.order:
+            raise BadInput(
+                f"{self.path} was trained on samples in another order: the labels, or what --sampler "
+                f"{self.config.sampler} goes by (weights, lengths, shapes, chosen ids), have changed since; "
+                "restore them, or start afresh with another --run-name"
+            )
 
 
 def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -269,7 +286,15 @@ def _read_folder(folder: Path, path: str) -> Checkpoint:
         path=path,
         config=Config(**state["config"]),
         info=DataInfo(**state["data"]),
-        position=Position(state["step"], Best(**state["best"]), Window(**state["window"])),
+        position=Position(
+            state["step"],
+            Best(**state["best"]),
+            Window(**state["window"]),
+            state["epoch"],
+            state["samples_seen"],
+            state["order"],
+            state["bad_samples"],
+        ),
         model=load_file(folder / MODEL),
         trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),
     )

@@ -25,7 +25,8 @@ from app.errors import BadInput
 
 # What a setting does to the result, and so whether the same run may go on when it differs:
 #   result  changes the numbers: a resumed run must have the same value
-#   length  how long to train: may be raised, where the schedule does not depend on it
+#   length  how long to train, or how much to put up with: may be raised, where the schedule does not
+#           depend on it
 #   free    where, how fast or how visibly: may differ at every start
 Effect = Literal["result", "length", "free"]
 
@@ -134,6 +135,31 @@ class Config(BaseModel):
         None, "data", "Training samples of the synthetic data set. Default: 10000.", ge=10
     )
     synthetic_classes: int | None = setting(None, "data", "Classes of the synthetic data set. Default: 10.", ge=2)
+    sampler: Literal[
+        "shuffled", "sequential", "subset", "weighted", "balanced", "length-bucketed", "aspect-grouped"
+    ] = setting(
+        "shuffled",
+        "data",
+        "The order of training samples. subset: a fixed part, shuffled; weighted, balanced: drawn with replacement, "
+        "by weight or all classes alike; length-bucketed, aspect-grouped: batches of similar length or of one shape.",
+    )
+    subset_fraction: float | None = setting(
+        None, "data", "Of sampler subset: share of each class, the same samples for every seed.", gt=0, le=1
+    )
+    subset_file: str | None = setting(
+        None, "data", "Of sampler subset: a text file of training sample ids from 0 on, one a line."
+    )
+    weight_column: str | None = setting(
+        None, "data", "Of sampler weighted: a column of metadata.csv, which has file_name, in the image-folder."
+    )
+    max_bad_samples: int = setting(
+        0,
+        "data",
+        "Unreadable images that are skipped in one pass over a split (an epoch, a validation); more end the run.",
+        effect="length",
+        ge=0,
+    )
+    drop_last: bool = setting(False, "data", "Leave out the batches at an epoch's end that are not full.")
     augment: Literal["auto", "none", "shift", "flip-crop", "randaugment"] = setting(
         "auto", "data", "Random changes to training images. auto: what is usual for the data set."
     )
@@ -282,10 +308,23 @@ class Config(BaseModel):
             (self.dataset == "synthetic", "synthetic_classes", "--dataset synthetic"),
             (self.dataset in ("synthetic", "image-folder"), "image_channels", "--dataset image-folder or synthetic"),
             (self.dataset not in ("synthetic", "digits"), "data_dir", "data that is read from files"),
+            (self.sampler == "subset", "subset_fraction", "--sampler subset"),
+            (self.sampler == "subset", "subset_file", "--sampler subset"),
+            (
+                self.sampler == "weighted" and self.dataset == "image-folder",
+                "weight_column",
+                "--sampler weighted and --dataset image-folder",
+            ),
         ):
             value = getattr(self, name)
             if value is not None and not applies:
                 raise BadInput(f"{flag(name)} {value} has an effect only with {where}: leave it out")
+        self._sampler_has_what_it_needs()
+        if self.max_bad_samples and self.dataset != "image-folder" and not CALLABLE.fullmatch(self.dataset):
+            raise BadInput(
+                f"--max-bad-samples {self.max_bad_samples} has an effect only with --dataset image-folder "
+                "or data of your own: leave it out"
+            )
         if self.weights is not None and not is_weights_file(self.weights) and not self._is_from_torchvision():
             raise BadInput(
                 f"--weights {self.weights}: allowed for --model {self.model} are files (.safetensors, .pt, .pth); "
@@ -303,6 +342,21 @@ class Config(BaseModel):
         if self.dataset == "image-folder" and self.data_dir is None:
             raise BadInput("--dataset image-folder needs --data-dir, the folder with a subfolder for each class")
         return self
+
+    def _sampler_has_what_it_needs(self) -> None:
+        """As far as it can be known without the data; sampling.build_order() sees to the rest."""
+        if self.sampler == "subset" and self.subset_fraction is None and self.subset_file is None:
+            raise BadInput("--sampler subset needs --subset-fraction or --subset-file, which say what part")
+        own = CALLABLE.fullmatch(self.dataset) is not None
+        needs = {"weighted": "weights", "length-bucketed": "lengths", "aspect-grouped": "shapes"}.get(self.sampler)
+        if needs and not own and (self.dataset != "image-folder" or needs == "lengths"):
+            have = "data of your own has" if needs == "lengths" else "image-folder and data of your own have"
+            raise BadInput(
+                f"--sampler {self.sampler} goes by the {needs} of the samples, which {have} "
+                f"and --dataset {self.dataset} has not; use another sampler"
+            )
+        if needs == "weights" and not own and self.weight_column is None:
+            raise BadInput("--sampler weighted needs --weight-column, a column of metadata.csv in --data-dir")
 
 
 def _range_of(workers: int | str) -> tuple[int, int]:

@@ -104,6 +104,17 @@ def gather_rows(rows: "torch.Tensor") -> "torch.Tensor":
     return torch.cat(parts)
 
 
+def gather_texts(texts: list[str]) -> list[str]:
+    """The texts of all ranks, rank by rank; every rank must call it."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return texts
+    parts: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, texts)
+    return [text for part in parts for text in part]
+
+
 def from_rank_zero(text: str | None) -> str | None:
     """Rank 0's text on every rank, so that all act on one decision; every rank must call it."""
     import torch.distributed as dist

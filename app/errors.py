@@ -18,5 +18,9 @@ class TrainingFailed(Exception):
     """Training ran and could not go on. Exit code 1."""
 
 
+class TooManyBadSamples(TrainingFailed):
+    """More samples could not be read than --max-bad-samples allows. Raised on every rank at the same step."""
+
+
 class NonFiniteLoss(TrainingFailed):
     """The loss became NaN or infinite. Raised on every rank at the same step, before the update."""

@@ -48,11 +48,16 @@ def main(argv: Sequence[str]) -> int:
 
     config = load_checkpoint(Storage(path), "").config
     data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else config.data_dir
-    check_data(config.model_copy(update={"data_dir": data_dir}))  # once, not in each task
+    check_data(to_evaluate(config, data_dir))  # once, not in each task
     if command.num_workers == 1:
         result, class_names = evaluate_share(path, command.split, data_dir, command.device, 0, 1)
     else:
         result, class_names = evaluate_on_ray(path, config, command, data_dir)
+    from app.loop import refuse_unreadable
+
+    for text in result.unreadable:
+        print(f"skipping a sample: {text}")
+    refuse_unreadable(result, config, command.split)
     report(path, command.split, result, class_names)
     return 0
 
@@ -80,6 +85,14 @@ def find_checkpoint(given: str) -> str:
     raise BadInput(f"{given} is no run's folder, no run below ./runs, and no checkpoint's folder")
 
 
+def to_evaluate(config: Config, data_dir: str | None) -> Config:
+    """A run's settings, with the data where it is now and without what only the order of training needs."""
+    changes: dict[str, object] = {"data_dir": data_dir, "weight_column": None, "subset_file": None, "drop_last": False}
+    if config.sampler != "aspect-grouped":  # which decides the images' shapes too
+        changes["sampler"] = "shuffled"
+    return config.model_copy(update=changes)
+
+
 def evaluate_share(
     path: str, split: str, data_dir: str | None, device_name: str, rank: int, world_size: int
 ) -> tuple[Evaluation, tuple[str, ...]]:
@@ -97,7 +110,7 @@ def evaluate_share(
         raise BadInput("--device cuda: there is no GPU here")
     device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(Storage(path), "")
-    config = checkpoint.config.model_copy(update={"data_dir": data_dir})
+    config = to_evaluate(checkpoint.config, data_dir)
     splits = load_splits(config)
     checkpoint.refuse_other_data(splits.info)
     network = build_model(config, splits.info, pretrained=False)
@@ -175,6 +188,7 @@ def report(path: str, split: str, result: Evaluation, class_names: tuple[str, ..
         "checkpoint": path,
         "split": split,
         "num_samples": result.num_samples,
+        "unreadable": result.unreadable,
         "metrics": result.metrics(split),
         "per_class": dict(zip(class_names, rows, strict=True)),
         "confusion": result.confusion,

@@ -150,22 +150,20 @@ def tags(config: Config, cluster: Cluster) -> dict[str, str]:
 def as_far_as_saved(config: Config, outcome: "Outcome") -> "Outcome":
     """The outcome with what the newest good checkpoint tells."""
     from app.checkpoint import find_good, load_checkpoint
-    from app.data.sampling import Schedule
 
     storage = checkpoint_storage(config)
     name = find_good(storage, warn=print)
     if name is None:
         return outcome
-    checkpoint = load_checkpoint(storage, name)
-    schedule, step = Schedule(checkpoint.info.num_train, config.batch_size, config.epochs), checkpoint.position.step
-    best = find_good(storage, warn=print, prefer=checkpoint_name(checkpoint.position.best.step)) or name
+    position = load_checkpoint(storage, name).position
+    best = find_good(storage, warn=print, prefer=checkpoint_name(position.best.step)) or name
     return replace(
         outcome,
         checkpoint=storage.uri(best),
-        epoch=schedule.epochs_begun(step),
-        step=step,
-        samples_seen=schedule.samples_before(step),
-        metrics=checkpoint.position.best.metrics(),
+        epoch=position.epoch,
+        step=position.step,
+        samples_seen=position.samples_seen,
+        metrics=position.best.metrics(),
     )
 
 

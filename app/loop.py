@@ -18,8 +18,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from app.config import Config
 from app.data.loader import Batch
 from app.data.sampling import Schedule
-from app.distributed import PendingSum, World, broadcast_from_rank_zero, derive_seed
-from app.errors import NonFiniteLoss
+from app.distributed import PendingSum, World, broadcast_from_rank_zero, derive_seed, gather_texts
+from app.errors import NonFiniteLoss, TooManyBadSamples
 from app.metrics import Evaluation, EvaluationSums
 from app.optim import learning_rate
 
@@ -46,7 +46,10 @@ class Training:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A finished step, the same on every rank but for the seconds. loss and correct are sums over count samples."""
+    """A finished step, the same on every rank but for the seconds. loss and correct are sums over count samples.
+
+    bad_samples: of the epoch up to here, those that could not be read and are not counted.
+    """
 
     step: int
     loss: float
@@ -55,28 +58,62 @@ class StepResult:
     seconds: float
     data_seconds: float
     stop: bool
+    bad_samples: int
 
 
 def train(
-    training: Training, batches: Iterable[Batch], stop_requested: Callable[[], bool] = lambda: False
+    training: Training,
+    batches: Iterable[Batch],
+    stop_requested: Callable[[], bool] = lambda: False,
+    report_unreadable: Callable[[list[str]], None] = lambda _: None,
+    bad_samples: int = 0,
 ) -> Iterator[StepResult]:
-    """Make a step of every batch. All ranks see stop at the same step, whichever was asked to stop."""
+    """Make a step of every batch. All ranks see stop at the same step, whichever was asked to stop.
+
+    What could not be read is reported on every rank, whichever it was. bad_samples: those of an epoch
+    that is gone on with. Raises TooManyBadSamples on every rank at the same step.
+    """
     training.model.train()
     started = time.perf_counter()
     for batch in batches:
         received = time.perf_counter()
-        loss, correct, stop = train_step(training, batch, stop_requested())
-        ended = time.perf_counter()
-        yield StepResult(batch["step"], loss, correct, batch["global_count"], ended - started, received - started, stop)
+        loss, correct, stop, unreadable = train_step(training, batch, stop_requested())
+        if batch["step"] % training.schedule.steps_per_epoch == 0:
+            bad_samples = 0
+        if unreadable:
+            report_unreadable(unreadable)
+            bad_samples += len(unreadable)
+            epoch = training.schedule.epoch_of(batch["step"]) + 1
+            refuse_too_many(bad_samples, unreadable, training.config, f"epoch {epoch}, up to step {batch['step'] + 1},")
+        ended, count = time.perf_counter(), batch["global_count"] - len(unreadable)
+        yield StepResult(batch["step"], loss, correct, count, ended - started, received - started, stop, bad_samples)
         started = time.perf_counter()
 
 
-def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[float, float, bool]:
+def refuse_too_many(bad_samples: int, unreadable: list[str], config: Config, where: str) -> None:
+    """Raise TooManyBadSamples if one pass over the data had more of them than --max-bad-samples."""
+    if bad_samples > config.max_bad_samples:
+        more = f" and {len(unreadable) - 5} more" if len(unreadable) > 5 else ""
+        raise TooManyBadSamples(
+            f"--max-bad-samples {config.max_bad_samples}: {bad_samples} samples of {where} could not be read "
+            f"({'; '.join(unreadable[-5:])}{more}); mend or remove them, or raise --max-bad-samples"
+        )
+
+
+def refuse_unreadable(result: Evaluation, config: Config, split: str) -> None:
+    """Raise TooManyBadSamples if an evaluation of the split left out too many samples, or all."""
+    refuse_too_many(len(result.unreadable), result.unreadable, config, f"the {split} split")
+    if result.unreadable and not result.num_samples:
+        raise TooManyBadSamples(f"no sample of the {split} split could be read: {'; '.join(result.unreadable[:5])}")
+
+
+def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[float, float, bool, list[str]]:
     """Forward, backward, clip, step: one update from one global batch.
 
-    Returns the sum of the loss and of the correct predictions over the global batch, and whether any
-    rank asked to stop. Raises NonFiniteLoss on every rank, before the update, if the loss of any is
-    not finite.
+    Returns the sum of the loss and of the correct predictions over the global batch, whether any rank
+    asked to stop, and of each sample that could not be read, what is wrong: the update is that of the
+    mean over the others. Raises NonFiniteLoss on every rank, before the update, if the loss of any is
+    not finite, and TooManyBadSamples if no sample could be read.
     """
     config, step = training.config, batch["step"]
     # Dropout is a function of (seed, step, rank): nothing to save, and the same after a resume.
@@ -86,26 +123,26 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
         group["lr"] = rate
 
     inputs, targets, partners, share = _mix(training.normalize(batch["inputs"]), batch["targets"], config, step)
-    counted = batch["num_counted"]
-    kept = max(counted, 1)  # a rank without a share still goes through the motions, with a stand-in
-    inputs, targets, partners = inputs[-kept:], targets[-kept:], partners[-kept:]
+    rows, counted = batch["rows"], batch["num_counted"]
+    inputs, targets, partners = inputs[rows], targets[rows], partners[rows]
     if config.channels_last:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
 
-    totals = torch.zeros(3, dtype=torch.float64, device=training.device)
-    totals[2] = float(stop)
+    totals = torch.zeros(4, dtype=torch.float64, device=training.device)
+    totals[2], totals[3] = float(stop), float(counted)
     pending = None
     # As many parts on every rank: synchronized batch norm is a collective in each forward pass.
     num_parts = max(1, min(config.grad_accumulation, batch["global_count"] // training.world.size))
-    parts = np.array_split(np.arange(kept), num_parts)
+    parts = np.array_split(np.arange(counted), num_parts)
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
-        rows = slice(int(part[0]), int(part[-1]) + 1)
+        # A rank without a share still goes through the motions, with a stand-in.
+        rows = slice(int(part[0]), int(part[-1]) + 1) if len(part) else slice(0, 1)
         with _gradient_sync(training.model, last):
             with torch.autocast(training.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
                 logits = training.model(inputs[rows])
             losses = _loss(logits.float(), targets[rows], partners[rows], share, config.label_smoothing)
-            losses = losses if counted else losses[:0]
+            losses = losses if len(part) else losses[:0]
             totals[0] += losses.detach().sum()
             totals[1] += (logits.detach().argmax(dim=1) == targets[rows])[: len(losses)].sum()
             if last:
@@ -115,7 +152,19 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
             (losses.sum() * (training.world.size / batch["global_count"])).backward()
 
     assert pending is not None
-    loss, correct, any_stop = pending.result()  # waits for the forward pass of all ranks
+    loss, correct, any_stop, num_read = pending.result()  # waits for the forward pass of all ranks
+    unreadable: list[str] = []
+    if num_read < batch["global_count"]:
+        unreadable = gather_texts(batch["unreadable"])
+        if num_read == 0:
+            raise TooManyBadSamples(
+                f"no sample of step {step + 1} could be read, so there is nothing to learn from "
+                f"({'; '.join(unreadable[:5])}); mend them, or leave out an epoch's small batches with --drop-last"
+            )
+        # Only now is it known how many there are to take the mean over.
+        for parameter in training.network.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= batch["global_count"] / num_read
     if not np.isfinite(loss):
         raise NonFiniteLoss(
             f"the loss is {loss} at step {step + 1}: training stopped before its update; "
@@ -127,7 +176,7 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     training.optimizer.zero_grad(set_to_none=True)
     if training.ema is not None:
         update_ema(training.ema, training.network, config.ema_decay, step)
-    return loss, correct, any_stop > 0
+    return loss, correct, any_stop > 0, unreadable
 
 
 def _mix(
@@ -136,7 +185,8 @@ def _mix(
     """mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019) with the sample before, whose share is 1 - share.
 
     What is drawn depends on the step alone, and the sample before is the same at every world size
-    (sampling.TrainingBatches), so mixing is too.
+    (sampling.TrainingBatches), so mixing is too. Where the sample before cannot be read, the batch has
+    the sample itself in its place (loader.Reader): it stays unmixed.
     """
     alpha = config.mixup or config.cutmix
     if not alpha:
@@ -185,23 +235,28 @@ def evaluate(
 ) -> Evaluation:
     """Every sample exactly once over all ranks; every rank must call it, and all get the same.
 
+    Samples that cannot be read are left out and named; whether they are too many is up to the caller.
     network is not wrapped in DDP: ranks may have different numbers of batches.
     """
     training = network.training
     network.eval()
     # Batch norm's statistics are each rank's own; rank 0's are the ones that checkpoints hold.
     broadcast_from_rank_zero(list(network.buffers()))
-    sums = EvaluationSums(num_classes, device, num_worst)
+    sums, unreadable = EvaluationSums(num_classes, device, num_worst), []
     for batch in batches:
-        inputs, targets = normalize(batch["inputs"]), batch["targets"]
+        unreadable += batch["unreadable"]
+        if not batch["num_counted"]:
+            continue  # none of it could be read
+        rows = batch["rows"]
+        inputs, targets = normalize(batch["inputs"][rows]), batch["targets"][rows]
         if config.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
             logits = network(inputs)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")
-        sums.add(losses, logits, targets, batch["ids"])
+        sums.add(losses, logits, targets, batch["ids"][rows])
     network.train(training)
-    return sums.result()
+    return sums.result(unreadable)
 
 
 @torch.no_grad()

@@ -1,10 +1,11 @@
 """Sums and counts, added over all ranks, then divided: the same number at every world size."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from app.distributed import gather_rows, sum_over_ranks
+from app.distributed import gather_rows, gather_texts, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,14 @@ class Mistake:
 class Evaluation:
     """What one pass over a split gave. confusion[i][j]: samples of class i predicted as j.
 
-    worst: the mistakes with the largest loss, as many as were asked for.
+    worst: the mistakes with the largest loss, as many as were asked for. unreadable: of each sample that
+    could not be read and is in none of the numbers, what is wrong.
     """
 
     loss: float
     confusion: list[list[int]]
     worst: list[Mistake] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
     @classmethod
     def total(cls, shares: "list[Evaluation]") -> "Evaluation":
@@ -34,7 +37,8 @@ class Evaluation:
         size = range(len(shares[0].confusion))
         confusion = [[sum(share.confusion[i][j] for share in shares) for j in size] for i in size]
         count = sum(share.num_samples for share in shares)
-        return cls(sum(share.loss * share.num_samples for share in shares) / count, confusion)
+        loss = sum(share.loss * share.num_samples for share in shares) / max(1, count)
+        return cls(loss, confusion, unreadable=[text for share in shares for text in share.unreadable])
 
     @property
     def num_samples(self) -> int:
@@ -42,7 +46,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        return sum(row[i] for i, row in enumerate(self.confusion)) / self.num_samples
+        return sum(row[i] for i, row in enumerate(self.confusion)) / max(1, self.num_samples)
 
     def metrics(self, split: str) -> dict[str, float]:
         return {f"{split}/loss": self.loss, f"{split}/accuracy": self.accuracy}
@@ -79,13 +83,13 @@ class EvaluationSums:
             rows = torch.stack([losses.double(), ids.double(), targets.double(), predictions.double()], dim=1)
             self._worst = self._largest(torch.cat([self._worst, rows[predictions != targets]]))
 
-    def result(self) -> Evaluation:
-        """Every rank must call it; all get the same."""
+    def result(self, unreadable: Sequence[str] = ()) -> Evaluation:
+        """Every rank must call it, with what it could not read; all get the same."""
         loss, confusion = sum_over_ranks(self._loss), sum_over_ranks(self._confusion)
         rows = confusion.view(self._num_classes, self._num_classes).tolist()
         worst = [row for row in self._largest(gather_rows(self._worst)).tolist() if row[0] >= 0]
         mistakes = [Mistake(int(sample), int(target), int(guess), loss) for loss, sample, target, guess in worst]
-        return Evaluation(loss.item() / max(1, int(confusion.sum())), rows, mistakes)
+        return Evaluation(loss.item() / max(1, int(confusion.sum())), rows, mistakes, gather_texts(list(unreadable)))
 
     def _largest(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[rows[:, 0].argsort(descending=True, stable=True)[: len(self._worst)]]

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from app.cluster import connected
 from app.config import Config
-from app.data.sampling import Schedule
+from app.data.sampling import build_order, build_schedule
 from app.data.splits import check_data, load_splits
 from app.distributed import World
 from app.models.build import Normalize
@@ -26,8 +26,9 @@ def check(config: Config, verbose: bool) -> int:
     print(f"ok  data: {splits.info.num_classes} classes, images of {shape}, {sizes}")
 
     network = build_network(config, splits.info, checkpoint=None)
-    schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
-    batch = next(iter(training_loader(config, splits, schedule, World(0, config.max_workers), 0, torch.device("cpu"))))
+    order = build_order(config, splits.train.labels, splits.train.facts)
+    schedule, world = build_schedule(config, order), World(0, config.max_workers)
+    batch = next(iter(training_loader(config, splits, order, schedule, world, 0, torch.device("cpu"))))
     loss = F.cross_entropy(network(Normalize(splits.info)(batch["inputs"])), batch["targets"])
     loss.backward()
     count = sum(parameter.numel() for parameter in network.parameters())

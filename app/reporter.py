@@ -83,6 +83,11 @@ class Reporter:
         if self.is_rank_zero:
             self._tracker.event.remote(text)
 
+    def unreadable(self, texts: list[str]) -> None:
+        """Samples that could not be read, and what is wrong; all ranks hold the same."""
+        if self.is_rank_zero and texts:
+            self._tracker.unreadable.remote(texts)
+
     def pictures(self, **arrays: np.ndarray) -> None:
         if self.is_rank_zero:
             ray.get(self._tracker.pictures.remote(**arrays))

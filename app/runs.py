@@ -73,6 +73,7 @@ def resolved(config: Config) -> Config:
         weights = _absolute(weights)
         if not os.path.isfile(weights):
             raise BadInput(f"--weights {config.weights}: no such file")
+    subset_file = os.path.abspath(os.path.expanduser(config.subset_file)) if config.subset_file else None
     if "@" in urlsplit(config.output_dir).netloc:
         raise BadInput("--output-dir has a user or password in it: leave them to the environment of the nodes")
     return config.model_copy(
@@ -81,6 +82,7 @@ def resolved(config: Config) -> Config:
             "output_dir": _absolute(config.output_dir),
             "data_dir": data_dir,
             "weights": weights,
+            "subset_file": subset_file,
             "tracking_uri": uri,
         }
     )

@@ -13,7 +13,7 @@ from app.config import Config, is_weights_file
 from app.data.augment import build_augment
 from app.data.images import DataInfo, ImageSet
 from app.data.loader import build_loader
-from app.data.sampling import EvaluationBatches, Schedule, TrainingBatches
+from app.data.sampling import EvaluationBatches, Order, Schedule, TrainingBatches
 from app.data.splits import Splits
 from app.distributed import World, derive_seed
 from app.errors import BadInput
@@ -60,9 +60,10 @@ def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, sche
         copy.deepcopy(network).train()(torch.zeros(1, *info.input_shape))
     except ValueError as error:  # 'Expected more than 1 value per channel when training'
         raise BadInput(
-            f"--batch-size {config.batch_size}: an epoch's last batch has {schedule.smallest_batch} samples, of which "
-            f"a worker computes one by itself at --num-workers {config.num_workers} and --grad-accumulation "
-            f"{config.grad_accumulation}, and {config.model}'s batch norm cannot train on one; change one of the three"
+            f"--batch-size {config.batch_size}: an epoch's smallest batch has {schedule.smallest_batch} samples, of "
+            f"which a worker computes one by itself at --num-workers {config.num_workers} and --grad-accumulation "
+            f"{config.grad_accumulation}, and {config.model}'s batch norm cannot train on one; change one of the "
+            "three, or leave such batches out with --drop-last"
         ) from error
 
 
@@ -90,21 +91,26 @@ def build_ema(config: Config, network: nn.Module, checkpoint: Checkpoint | None)
 
 
 def training_loader(
-    config: Config, splits: Splits, schedule: Schedule, world: World, start_step: int, device: torch.device
+    config: Config,
+    splits: Splits,
+    order: Order,
+    schedule: Schedule,
+    world: World,
+    start_step: int,
+    device: torch.device,
 ) -> DataLoader:
     """Batches of the run's steps from start_step on, this rank's part of each."""
-    batches = TrainingBatches(
-        schedule, config.seed, world, start_step, with_partner=bool(config.mixup or config.cutmix)
-    )
-    augment = build_augment(config.augment, config.dataset, splits.info.input_shape[-1])
+    batches = TrainingBatches(order, schedule, world, start_step, with_partner=bool(config.mixup or config.cutmix))
+    augment = build_augment(config.augment, config.dataset)
     return build_loader(
         splits.train, batches, augment=augment, seed=config.seed, **_reading(config, splits.train, device)
     )
 
 
 def evaluation_loader(config: Config, images: ImageSet, world: World, device: torch.device) -> DataLoader:
-    """Every sample once, in order, this rank's part. Batches are larger: no backward pass needs memory."""
-    batches = EvaluationBatches(len(images.labels), max(1, 4 * config.batch_size // config.grad_accumulation), world)
+    """Every sample once, this rank's part. Batches are larger: no backward pass needs memory."""
+    batch_size = max(1, 4 * config.batch_size // config.grad_accumulation)
+    batches = EvaluationBatches(len(images.labels), batch_size, world, images.facts.groups)
     return build_loader(images, batches, **_reading(config, images, device))
 
 
@@ -112,4 +118,5 @@ def _reading(config: Config, images: ImageSet, device: torch.device) -> dict[str
     num_workers = config.loader_workers
     if num_workers is None:
         num_workers = 0 if images.in_memory else 2
-    return {"num_workers": num_workers, "pin_memory": device.type == "cuda"}
+    pin_memory, skip_unreadable = device.type == "cuda", config.max_bad_samples > 0
+    return {"num_workers": num_workers, "pin_memory": pin_memory, "skip_unreadable": skip_unreadable}

@@ -19,6 +19,7 @@ from app.deliver import Target, deliver
 from app.spool import SPOOL, Spool, sent_offset
 from app.storage import Storage
 
+BAD_SAMPLES = "bad_samples.txt"
 # Seconds between batches, and between tries to reach a server.
 BATCH_S, RETRY_S = 1.0, 5.0
 
@@ -87,6 +88,18 @@ class Tracker:
     def event(self, text: str) -> None:
         """Something that a person should read once."""
         self._events.append(text)
+
+    def unreadable(self, texts: list[str]) -> None:
+        """Samples that are skipped: each is said and recorded once, though every epoch meets it again."""
+        path = self._spool.directory / BAD_SAMPLES
+        known = set(path.read_text().splitlines()) if path.exists() else set()
+        lines = dict.fromkeys(" ".join(text.split()) for text in texts)
+        if fresh := [line for line in lines if line not in known]:
+            with path.open("a") as file:
+                file.writelines(line + "\n" for line in fresh)
+            self._events += [f"skipping a sample: {line}" for line in fresh]
+            self._spool.append("artifact", file=BAD_SAMPLES)
+            self._wake()
 
     def fail(self, message: str, exit_code: int) -> None:
         """Restarting will not help: the next start of the workers ends at once with this message."""

@@ -5,7 +5,7 @@ data -> restore -> model -> optimizer -> loaders -> steps: train, record, evalua
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -17,12 +17,14 @@ import torch
 
 from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint, load_weights
 from app.config import Config
-from app.data.sampling import Schedule
+from app.data.images import on_one_canvas
+from app.data.loader import Batch
+from app.data.sampling import Order, Schedule, build_order, build_schedule
 from app.data.splits import Splits, load_splits
 from app.distributed import any_rank, current_world, from_rank_zero
-from app.errors import BadInput, NonFiniteLoss, TrainingFailed, plain_message
-from app.loop import Training, evaluate, train
-from app.metrics import Window
+from app.errors import BadInput, NonFiniteLoss, TooManyBadSamples, TrainingFailed, plain_message
+from app.loop import Training, evaluate, refuse_unreadable, train
+from app.metrics import Evaluation, Window
 from app.models.build import Normalize
 from app.optim import build_optimizer, learning_rate
 from app.reporter import Reporter
@@ -96,16 +98,19 @@ def run(config: Config, reporter: Reporter) -> Outcome:
 
     found = agreed_checkpoint(storage, reporter)
 
-    def prepare() -> tuple[Splits, Schedule, Checkpoint | None, torch.nn.Module]:
+    def prepare() -> tuple[Splits, Order, Schedule, Checkpoint | None, torch.nn.Module]:
         set_up_torch(config, device)
         splits = load_splits(config)
-        schedule = Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps)
+        order = build_order(config, splits.train.labels, splits.train.facts)
+        schedule = build_schedule(config, order)
         checkpoint = load_checkpoint(storage, found, splits.info) if found else None
+        if checkpoint is not None:
+            checkpoint.refuse_other_order(order.digest)
         network = build_network(config, splits.info, checkpoint)
         check_smallest_part(network, config, splits.info, schedule)
-        return splits, schedule, checkpoint, network
+        return splits, order, schedule, checkpoint, network
 
-    splits, schedule, checkpoint, network = together(prepare, reporter, device)
+    splits, order, schedule, checkpoint, network = together(prepare, reporter, device)
     if checkpoint is not None:
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
     ddp_options = {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
@@ -124,24 +129,29 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         optimizer=optimizer,
         ema=build_ema(config, network, checkpoint),
     )
-    position = checkpoint.position if checkpoint else Position()
+    position = checkpoint.position if checkpoint else Position(order=order.digest)
     # Left alone, prepare_data_loader would put a padding DistributedSampler of seed 0 in the place of
     # our order and batches: it moves batches to the device, and nothing else.
     to_device = partial(ray.train.torch.prepare_data_loader, add_dist_sampler=False)
-    train_loader = to_device(training_loader(config, splits, schedule, world, position.step, device))
+    train_loader = to_device(training_loader(config, splits, order, schedule, world, position.step, device))
     val_loader = to_device(evaluation_loader(config, splits.val, world, device))
 
     status: Status = "finished"
-    error, began_at, train_seconds = None, position.step, 0.0
+    error, seen_before, train_seconds = None, position.samples_seen, 0.0
     with CheckpointWriter(storage, config, splits.info, reporter.flush, enabled=world.rank == 0) as writer:
         writer.discard_after(position.step)
         if checkpoint is None:
             writer.save(position, network, optimizer, training.ema)  # there is always one to go back to
-        steps = train(training, train_loader, reporter.asked_to_stop) if wants_more(config, position) else ()
+        steps = ()
+        if wants_more(config, position):
+            steps = train(training, train_loader, reporter.asked_to_stop, reporter.unreadable, position.bad_samples)
         try:
             for result in steps:
                 reporter.alive()
                 position.step = result.step + 1
+                position.epoch = schedule.epochs_begun(position.step)
+                position.samples_seen += result.count
+                position.bad_samples = result.bad_samples
                 position.window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
                 train_seconds += result.seconds
                 last = position.step == schedule.total_steps
@@ -156,8 +166,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                 # at an epoch's end: evaluate
                 improved = False
                 if epoch_ended:
-                    batches, classes = reporter.watched(val_loader), splits.info.num_classes
-                    validation = evaluate(training.evaluated, training.normalize, batches, classes, config, device)
+                    validation = measure(training.evaluated, training, val_loader, splits, "val", reporter)
                     if not math.isfinite(validation.loss):  # the same number on every rank
                         raise NonFiniteLoss(f"the validation loss is {validation.loss} after step {position.step}")
                     reporter.metrics(position.step, validation.metrics("val"))
@@ -173,7 +182,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                     break
                 if not wants_more(config, position):
                     break
-        except NonFiniteLoss as failure:  # on every rank at the same step
+        except (NonFiniteLoss, TooManyBadSamples) as failure:  # on every rank at the same step
             status, error = "failed", str(failure)
 
     # at the end: test the best weights
@@ -181,17 +190,19 @@ def run(config: Config, reporter: Reporter) -> Outcome:
     assert best_name is not None
     metrics = position.best.metrics()
     if status == "finished":
-        metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
-        reporter.metrics(position.step, metrics)
+        try:
+            metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
+            reporter.metrics(position.step, metrics)
+        except TooManyBadSamples as failure:  # on every rank
+            status, error = "failed", str(failure)
     reporter.flush()
-    samples = schedule.samples_before(position.step)
     return Outcome(
         status,
         checkpoint=storage.uri(best_name),
-        epoch=schedule.epochs_begun(position.step),
+        epoch=position.epoch,
         step=position.step,
-        samples_seen=samples,
-        samples_per_s=(samples - schedule.samples_before(began_at)) / train_seconds if train_seconds else None,
+        samples_seen=position.samples_seen,
+        samples_per_s=(position.samples_seen - seen_before) / train_seconds if train_seconds else None,
         metrics=metrics,
         error=error,
         exit_code=1 if status == "failed" else 0,
@@ -225,6 +236,30 @@ def agreed_checkpoint(storage: Storage, reporter: Reporter, prefer: str | None =
     return from_rank_zero(find_good(storage, reporter.event, prefer) if reporter.is_rank_zero else None)
 
 
+def measure(
+    network: torch.nn.Module,
+    training: Training,
+    loader: Iterable[Batch],
+    splits: Splits,
+    split: str,
+    reporter: Reporter,
+    num_worst: int = 0,
+) -> Evaluation:
+    """Measure the network on a split. Raises TooManyBadSamples on every rank."""
+    result = evaluate(
+        network,
+        training.normalize,
+        reporter.watched(loader),
+        splits.info.num_classes,
+        training.config,
+        training.device,
+        num_worst,
+    )
+    reporter.unreadable(result.unreadable)
+    refuse_unreadable(result, training.config, split)
+    return result
+
+
 def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporter) -> dict[str, float]:
     """Measure the best weights on the test split, or on val where there is none; the numbers and what the
     final pictures are drawn from go to the Tracker."""
@@ -233,22 +268,14 @@ def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporte
     loader = ray.train.torch.prepare_data_loader(
         evaluation_loader(training.config, images, training.world, training.device), add_dist_sampler=False
     )
-    result = evaluate(
-        training.network,
-        training.normalize,
-        reporter.watched(loader),
-        splits.info.num_classes,
-        training.config,
-        training.device,
-        NUM_WORST,
-    )
+    result = measure(training.network, training, loader, splits, name, reporter, NUM_WORST)
     worst = result.worst
     if reporter.is_rank_zero:
         reporter.pictures(
             split=np.array(name),
             class_names=np.array(splits.info.class_names),
             confusion=np.array(result.confusion),
-            images=images.images(np.array([mistake.sample_id for mistake in worst], np.int64)).numpy(),
+            images=on_one_canvas(images, np.array([mistake.sample_id for mistake in worst], np.int64)).numpy(),
             targets=np.array([mistake.target for mistake in worst], np.int64),
             predictions=np.array([mistake.prediction for mistake in worst], np.int64),
             losses=np.array([mistake.loss for mistake in worst]),

@@ -1,6 +1,7 @@
 """Small data, small networks and several ranks: what the tests are made of."""
 
 import atexit
+import dataclasses
 import functools
 import multiprocessing
 import struct
@@ -18,7 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from app.config import Config
-from app.data.sampling import Schedule
+from app.data.images import ImagesInMemory
+from app.data.sampling import build_order, build_schedule
 from app.data.splits import Splits, from_arrays
 from app.distributed import current_world
 from app.loop import Training
@@ -40,7 +42,7 @@ class PlainNet(nn.Module):
 
 
 def tiny_splits(config: Config) -> Splits:
-    """57 + 11 + 11 images of 8x8 in 4 classes; also usable as --dataset tests.common:tiny_splits."""
+    """57 + 11 + 11 images of 8x8 in 4 classes, with weights and lengths; usable as --dataset too, by its name."""
     generator = np.random.default_rng(5)
     patterns = generator.integers(0, 256, (4, 1, 8, 8))
 
@@ -57,7 +59,23 @@ def tiny_splits(config: Config) -> Splits:
         class_names=("a", "b", "c", "d"),
         mean=(0.5,),
         std=(0.25,),
+        weights=np.arange(57) % 3,
+        lengths=np.arange(57) * 7 % 31,
     )
+
+
+def with_unreadable(splits: Splits, **ids: list[int]) -> Splits:
+    """The splits, of which these samples (by split) cannot be read, as in an image-folder held in memory."""
+    damaged = {
+        name: ImagesInMemory(
+            splits[name].images(np.arange(len(splits[name].labels))),
+            splits[name].labels,
+            splits[name].facts,
+            {i: f"{name}/{i}.png is no readable image" for i in bad},
+        )
+        for name, bad in ids.items()
+    }
+    return dataclasses.replace(splits, **damaged)
 
 
 def build_training(config: Config, splits: Splits, network: nn.Module | None = None) -> Training:
@@ -67,7 +85,7 @@ def build_training(config: Config, splits: Splits, network: nn.Module | None = N
     world = current_world()
     return Training(
         config=config,
-        schedule=Schedule(len(splits.train.labels), config.batch_size, config.epochs, config.max_steps),
+        schedule=build_schedule(config, build_order(config, splits.train.labels, splits.train.facts)),
         world=world,
         device=torch.device("cpu"),
         network=network,
@@ -79,7 +97,10 @@ def build_training(config: Config, splits: Splits, network: nn.Module | None = N
 
 
 def loader_for(training: Training, splits: Splits, start_step: int = 0):
-    return training_loader(training.config, splits, training.schedule, training.world, start_step, training.device)
+    order = build_order(training.config, splits.train.labels, splits.train.facts)
+    return training_loader(
+        training.config, splits, order, training.schedule, training.world, start_step, training.device
+    )
 
 
 MAX_RANKS = 4

@@ -46,7 +46,9 @@ def write(storage: Storage, *steps: int, best: int = 0, keep: int = 2, ema: nn.M
     network, optimizer = trained()
     with CheckpointWriter(storage, Config(keep_checkpoints=keep), INFO) as writer:
         for step in steps:
-            position = Position(step, Best(min(best, step), 0.5, 1.0), Window(loss=1.5, steps=2))
+            position = Position(
+                step, Best(min(best, step), 0.5, 1.0), Window(loss=1.5, steps=2), 1, 10 * step, "order", 3
+            )
             writer.save(position, network, optimizer, ema)
 
 
@@ -66,7 +68,7 @@ def test_what_is_saved_is_loaded(storage: Storage) -> None:
     write(storage, 7, ema=ema)
     network, optimizer = trained()
     checkpoint = load_checkpoint(storage, "checkpoint-000000007", INFO)
-    assert checkpoint.position == Position(7, Best(0, 0.5, 1.0), Window(loss=1.5, steps=2))
+    assert checkpoint.position == Position(7, Best(0, 0.5, 1.0), Window(loss=1.5, steps=2), 1, 70, "order", 3)
     assert checkpoint.config == Config()
     assert checkpoint.info == INFO
     for name, tensor in ema.state_dict().items():
@@ -203,6 +205,15 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
     write(storage, 1)
     with pytest.raises(BadInput, match="trained on other data"):
         load_checkpoint(storage, "checkpoint-000000001", DataInfo((1, 8, 8), ("a", "b"), (0.5,), (0.25,), 57))
+
+
+def test_another_order_of_the_samples_is_refused(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    write(storage, 1)
+    checkpoint = load_checkpoint(storage, "checkpoint-000000001")
+    checkpoint.refuse_other_order("order")
+    with pytest.raises(BadInput, match=r"samples in another order: the labels, or what --sampler shuffled .* changed"):
+        checkpoint.refuse_other_order("other")
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:

@@ -43,6 +43,21 @@ REFUSED = [
     ({"weights": "w.ckpt"}, ["--weights w.ckpt", ".pt"]),
     ({"bach_size": 8}, ["bach_size is no setting", "did you mean batch_size"]),
     ({"seed": -1}, ["--seed", "-1", "at least 0"]),
+    ({"max_bad_samples": 3}, ["--max-bad-samples 3", "image-folder"]),
+    ({"max_bad_samples": -1}, ["--max-bad-samples", "-1", "at least 0"]),
+    ({"sampler": "random"}, ["--sampler", "'random'", "'shuffled', 'sequential', 'subset'"]),
+    ({"sampler": "subset"}, ["--sampler subset", "--subset-fraction", "--subset-file"]),
+    ({"sampler": "subset", "subset_fraction": 0}, ["--subset-fraction", "greater than 0"]),
+    ({"subset_fraction": 0.5}, ["--subset-fraction 0.5", "--sampler subset"]),
+    ({"subset_file": "ids.txt"}, ["--subset-file ids.txt", "--sampler subset"]),
+    ({"weight_column": "w", "sampler": "weighted"}, ["--weight-column w", "image-folder"]),
+    ({"sampler": "weighted"}, ["--sampler weighted", "--dataset digits", "image-folder"]),
+    ({"sampler": "weighted", "dataset": "image-folder", "data_dir": "d"}, ["--sampler weighted", "--weight-column"]),
+    (
+        {"sampler": "length-bucketed", "dataset": "image-folder", "data_dir": "d"},
+        ["--sampler length-bucketed", "lengths", "--dataset image-folder"],
+    ),
+    ({"sampler": "aspect-grouped", "dataset": "cifar10"}, ["--sampler aspect-grouped", "shapes", "cifar10"]),
 ]
 
 
@@ -107,9 +122,24 @@ def test_where_it_runs_does_not_change_the_result_and_what_it_learns_does() -> N
     free = ["num_workers", "cpus_per_worker", "device", "loader_workers", "log_every", "tracking_uri", "experiment"]
     free += ["max_failures", "keep_checkpoints", "run_name", "output_dir"]
     assert {effect_of(name) for name in free} == {"free"}
-    result = ["model", "dataset", "seed", "batch_size", "lr", "optimizer", "schedule", "augment", "precision"]
+    result = [
+        "sampler",
+        "subset_fraction",
+        "subset_file",
+        "weight_column",
+        "drop_last",
+        "model",
+        "dataset",
+        "seed",
+        "batch_size",
+        "lr",
+        "optimizer",
+        "schedule",
+        "augment",
+        "precision",
+    ]
     assert {effect_of(name) for name in result} == {"result"}
-    assert {effect_of(name) for name in ("epochs", "max_steps")} == {"length"}
+    assert {effect_of(name) for name in ("epochs", "max_steps", "max_bad_samples")} == {"length"}
 
 
 def test_torchvision_names_are_read_from_its_source_correctly() -> None:

@@ -1,6 +1,7 @@
 """N ranks are 1 rank; interrupted and resumed is uninterrupted; not a number stops every rank."""
 
 import copy
+import dataclasses
 import itertools
 import math
 
@@ -10,16 +11,18 @@ import torch
 from torch import nn
 
 from app.config import Config
+from app.data.images import Subset
 from app.data.loader import build_loader
 from app.data.sampling import EvaluationBatches
+from app.data.splits import Splits
 from app.distributed import World, current_world
-from app.errors import NonFiniteLoss
-from app.loop import evaluate, train, update_ema
+from app.errors import BadInput, NonFiniteLoss, TooManyBadSamples
+from app.loop import evaluate, refuse_unreadable, train, update_ema
 from app.metrics import Evaluation
 from app.models.build import Normalize
 from app.models.mnist_cnn import MnistCnn
 from app.setup import load_optimizer
-from tests.common import PlainNet, build_training, loader_for, on_ranks, tiny_splits
+from tests.common import PlainNet, build_training, loader_for, on_ranks, tiny_splits, with_unreadable
 
 BASE = {"dataset": "tests.common:tiny_splits", "epochs": 3, "batch_size": 10, "lr": 0.01, "warmup_epochs": 0.5}
 
@@ -31,13 +34,33 @@ SETTINGS = {
     "last batch of one": {"optimizer": "sgd", "batch_size": 8},
     "mixup": {"optimizer": "sgd", "mixup": 0.4},
     "cutmix and augmentation": {"optimizer": "sgd", "cutmix": 1.0, "augment": "flip-crop"},
+    "balanced": {"optimizer": "sgd", "sampler": "balanced"},
+    "weighted and mixup": {"optimizer": "sgd", "sampler": "weighted", "mixup": 0.4},
+    "length-bucketed, whole batches only": {"optimizer": "sgd", "sampler": "length-bucketed", "drop_last": True},
 }
+
+
+# Training samples that cannot be read, as many as an epoch may have, and what else is tried with them.
+UNREADABLE = [3, 4, 20, 33, 56]
+DAMAGED: dict[str, dict] = {
+    "plain": {"optimizer": "sgd"},
+    "clipping, accumulation": {"optimizer": "sgd", "grad_clip": 0.5, "grad_accumulation": 3},
+    "ranks that can read nothing": {"optimizer": "sgd", "batch_size": 5, "grad_accumulation": 2},
+    "mixup and augmentation": {"optimizer": "sgd", "mixup": 0.4, "augment": "flip-crop"},
+    "cutmix, weighted": {"optimizer": "sgd", "cutmix": 1.0, "sampler": "weighted"},
+}
+SETTINGS |= {f"unreadable: {name}": {**settings, "max_bad_samples": 15} for name, settings in DAMAGED.items()}
+
+
+def splits_for(config: Config) -> Splits:
+    splits = tiny_splits(config)
+    return with_unreadable(splits, train=UNREADABLE, test=[0, 7]) if config.max_bad_samples else splits
 
 
 def curve(settings: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loss of every step, and the final weights."""
     config = Config(**{**BASE, **settings})
-    splits = tiny_splits(config)
+    splits = splits_for(config)
     training = build_training(config, splits)
     losses = [result.loss / result.count for result in train(training, loader_for(training, splits))]
     return losses, {name: tensor.clone() for name, tensor in training.network.state_dict().items()}
@@ -64,6 +87,111 @@ def test_any_number_of_ranks_gives_the_losses_and_weights_of_one(world_size: int
             assert rank_losses == pytest.approx(losses, rel=1e-5), name
             for key, tensor in weights.items():
                 torch.testing.assert_close(rank_weights[key], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+
+
+def one_step(splits: Splits, **settings) -> tuple[float, int, list[torch.Tensor]]:
+    config = Config(**{**BASE, "optimizer": "sgd", "batch_size": 57, "max_steps": 1, "warmup_epochs": 0.0, **settings})
+    training = build_training(config, splits)
+    (result,) = train(training, loader_for(training, splits))
+    return result.loss / result.count, result.count, [tensor.clone() for tensor in training.network.parameters()]
+
+
+def test_a_step_with_unreadable_samples_is_the_step_without_them() -> None:
+    splits = tiny_splits(Config(**BASE))
+    kept = np.setdiff1d(np.arange(57), UNREADABLE)
+    without = dataclasses.replace(splits, train=Subset(splits.train, kept))
+    loss, count, weights = one_step(with_unreadable(splits, train=UNREADABLE), max_bad_samples=5)
+    expected_loss, expected_count, expected_weights = one_step(without)
+    assert count == expected_count == 52
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+def counts(max_bad: int, bad_before: int = 0, start: int = 0) -> tuple[list[tuple[int, int]], list[str], str]:
+    """(count, bad_samples) of the steps, what was reported, and how it ended."""
+    config = Config(**{**BASE, "sampler": "sequential", "max_bad_samples": max_bad})
+    splits = with_unreadable(tiny_splits(config), train=UNREADABLE)
+    training = build_training(config, splits)
+    seen, reported = [], []
+    steps = train(training, loader_for(training, splits, start), lambda: False, reported.extend, bad_before)
+    try:
+        for result in steps:
+            seen.append((result.count, result.bad_samples))
+    except TooManyBadSamples as error:
+        return seen, reported, str(error)
+    return seen, reported, ""
+
+
+def test_unreadable_samples_are_counted_by_the_epoch_and_named_on_every_rank() -> None:
+    names = [f"train/{i}.png is no readable image" for i in UNREADABLE]
+    for seen, reported, error in [counts(5), *on_ranks(3, counts, 5)]:
+        assert seen == 3 * [(8, 2), (10, 2), (9, 3), (9, 4), (10, 4), (6, 5)]
+        assert reported == 3 * names
+        assert error == ""
+
+
+def test_too_many_unreadable_samples_stop_every_rank_at_the_same_step() -> None:
+    alone = counts(3)
+    seen, reported, error = alone
+    assert seen == [(8, 2), (10, 2), (9, 3)]
+    assert len(reported) == 4  # each is said before the run ends
+    assert "--max-bad-samples 3: 4 samples of epoch 1, up to step 4, could not be read (train/33.png is no" in error
+    assert on_ranks(3, counts, 3) == [alone] * 3
+    # A resumed epoch goes on counting.
+    assert counts(3, bad_before=3, start=3)[0] == []
+    assert counts(4, bad_before=3, start=3)[0] == [(9, 4), (10, 4)]
+
+
+def nothing_readable() -> str:
+    config = Config(**{**BASE, "sampler": "sequential", "max_bad_samples": 30})
+    splits = with_unreadable(tiny_splits(config), train=list(range(10, 20)))
+    training = build_training(config, splits)
+    with pytest.raises(TooManyBadSamples) as error:
+        list(train(training, loader_for(training, splits)))
+    return str(error.value)
+
+
+def test_a_step_of_which_nothing_can_be_read_is_named_by_every_rank() -> None:
+    alone = nothing_readable()
+    assert alone.startswith("no sample of step 2 could be read")
+    assert "train/10.png is no readable image; train/11.png" in alone
+    assert on_ranks(2, nothing_readable) == [alone] * 2
+
+
+def test_an_unreadable_sample_without_a_budget_is_bad_input() -> None:
+    with pytest.raises(BadInput, match=r"train/3\.png is no readable image"):
+        counts(0)
+
+
+def test_a_budget_that_is_not_needed_changes_no_bit() -> None:
+    assert bits(RANDOM.model_copy(update={"max_bad_samples": 9})) == bits(RANDOM)
+
+
+def measured_without(max_bad: int) -> Evaluation:
+    config = Config(**{**BASE, "max_bad_samples": max_bad})
+    return measured_on(splits_for(config), config)
+
+
+def test_evaluation_leaves_out_what_cannot_be_read_on_any_number_of_ranks() -> None:
+    alone, plain = measured_without(2), tiny_splits(Config(**BASE))
+    assert alone.unreadable == ["test/0.png is no readable image", "test/7.png is no readable image"]
+    kept = np.setdiff1d(np.arange(11), [0, 7])
+    expected = measured_on(dataclasses.replace(plain, test=Subset(plain["test"], kept)), Config(**BASE))
+    assert alone.confusion == expected.confusion
+    assert alone.loss == pytest.approx(expected.loss, rel=1e-6)
+    for world_size in (2, 3):
+        for result in on_ranks(world_size, measured_without, 2):
+            assert (result.confusion, result.unreadable) == (alone.confusion, alone.unreadable)
+            assert result.loss == pytest.approx(alone.loss, rel=1e-6)
+
+
+def test_an_evaluation_that_left_out_too_much_is_refused() -> None:
+    config = Config(**{**BASE, "max_bad_samples": 2})
+    refuse_unreadable(Evaluation(1.0, [[3]], unreadable=["a", "b"]), config, "val")
+    with pytest.raises(TooManyBadSamples, match=r"--max-bad-samples 2: 3 samples of the val split .*\(a; b; c\)"):
+        refuse_unreadable(Evaluation(1.0, [[3]], unreadable=["a", "b", "c"]), config, "val")
+    with pytest.raises(TooManyBadSamples, match="no sample of the test split could be read: a"):
+        refuse_unreadable(Evaluation(0.0, [[0]], unreadable=["a"]), config, "test")
 
 
 def fewer_samples_than_ranks() -> list[float]:
@@ -137,7 +265,7 @@ def stretch(start: int, stop: int, state: dict | None) -> tuple[list[list[int]],
         load_optimizer(training.optimizer, copy.deepcopy(state["optimizer"]))
     batches = list(itertools.islice(loader_for(training, splits, start), stop - start))
     losses = [result.loss / result.count for result in train(training, batches)]
-    ids = [batch["ids"][len(batch["ids"]) - batch["num_counted"] :].tolist() for batch in batches]
+    ids = [batch["ids"][batch["rows"]].tolist() for batch in batches]
     return ids, losses, {"network": training.network.state_dict(), "optimizer": training.optimizer.state_dict()}
 
 
@@ -190,10 +318,15 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_all_before_the_update(value:
 
 def measured(batch_size: int) -> Evaluation:
     config = Config(**{**BASE, "batch_size": batch_size})
-    splits = tiny_splits(config)
+    return measured_on(tiny_splits(config), config)
+
+
+def measured_on(splits: Splits, config: Config) -> Evaluation:
     torch.manual_seed(0)
     network = PlainNet()
-    loader = build_loader(splits["test"], EvaluationBatches(11, batch_size, current_world()), num_workers=0)
+    images = splits["test"]
+    batches = EvaluationBatches(len(images.labels), config.batch_size, current_world())
+    loader = build_loader(images, batches, num_workers=0, skip_unreadable=config.max_bad_samples > 0)
     return evaluate(network, Normalize(splits.info), loader, 4, config, torch.device("cpu"), num_worst=3)
 
 

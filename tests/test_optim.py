@@ -7,7 +7,7 @@ from app.config import Config
 from app.data.sampling import Schedule
 from app.optim import build_optimizer, learning_rate
 
-SCHEDULE = Schedule(num_samples=100, batch_size=10, epochs=10)  # 10 steps an epoch, 100 in all
+SCHEDULE = Schedule(group_sizes=(100,), batch_size=10, epochs=10)  # 10 steps an epoch, 100 in all
 
 
 def rates(**settings) -> list[float]:
@@ -23,7 +23,7 @@ def test_warm_up_rises_to_the_peak_and_never_starts_at_zero() -> None:
 
 def test_raising_the_length_leaves_the_steps_done_as_they_were() -> None:
     config = Config(lr=1.0, schedule="constant", warmup_epochs=1.0)
-    short, long = (Schedule(num_samples=100, batch_size=10, epochs=10, max_steps=steps) for steps in (5, 50))
+    short, long = (Schedule(group_sizes=(100,), batch_size=10, epochs=10, max_steps=steps) for steps in (5, 50))
     assert [learning_rate(step, config, short) for step in range(5)] == [
         learning_rate(step, config, long) for step in range(5)
     ]

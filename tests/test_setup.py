@@ -54,18 +54,18 @@ def test_batch_norm_is_not_given_a_single_sample(
     batch_size: int, world_size: int, accumulation: int, good: bool
 ) -> None:
     config = Config(batch_size=batch_size, grad_accumulation=accumulation, num_workers=world_size)
-    schedule = Schedule(57, batch_size, 1)
+    schedule = Schedule((57,), batch_size, 1)
     check_smallest_part(nn.Flatten(), config, INFO, schedule)  # no batch norm: no matter
     if good:
         check_smallest_part(Normed(), config, INFO, schedule)
     else:
-        with pytest.raises(BadInput, match=f"--batch-size {batch_size}: an epoch's last batch has"):
+        with pytest.raises(BadInput, match=f"--batch-size {batch_size}: an epoch's smallest batch has"):
             check_smallest_part(Normed(), config, INFO, schedule)
 
 
 def test_synchronized_batch_norm_is_not_tried_on_the_cpu() -> None:
     network = nn.SyncBatchNorm.convert_sync_batchnorm(Normed())
-    check_smallest_part(network, Config(batch_size=8, sync_batchnorm=True), INFO, Schedule(57, 8, 1))
+    check_smallest_part(network, Config(batch_size=8, sync_batchnorm=True), INFO, Schedule((57,), 8, 1))
 
 
 def test_a_message_from_a_loader_process_comes_without_its_traceback() -> None:

@@ -21,6 +21,21 @@ def metric_records(directory: Path) -> list[tuple[int, dict[str, float]]]:
     return [(r["step"], r["values"]) for r, _ in read_records(directory, 0) if r["kind"] == "metrics"]
 
 
+def test_a_skipped_sample_is_said_and_recorded_once_also_after_a_restart(tmp_path: Path) -> None:
+    def tracker() -> Tracker:
+        return Tracker(str(tmp_path), str(tmp_path), None, "e", "r")
+
+    first = tracker()
+    first.unreadable(["a.png is\nno image", "b.png", "b.png"])
+    first.unreadable(["b.png"])
+    assert first.progress(0).events == ["skipping a sample: a.png is no image", "skipping a sample: b.png"]
+    again = tracker()
+    again.unreadable(["b.png", "c.png"])
+    assert again.progress(0).events == ["skipping a sample: c.png"]
+    assert (tmp_path / "bad_samples.txt").read_text().splitlines() == ["a.png is no image", "b.png", "c.png"]
+    assert [r["file"] for r, _ in read_records(tmp_path, 0) if r["kind"] == "artifact"] == ["bad_samples.txt"] * 2
+
+
 def test_a_step_is_recorded_once_also_after_a_restart(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.append_metrics(10, {"train/loss": 1.0})

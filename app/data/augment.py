@@ -12,8 +12,18 @@ Augment = Callable[[torch.Tensor], torch.Tensor]
 AUTO = {"digits": "shift", "cifar10": "flip-crop", "cifar100": "flip-crop", "image-folder": "flip-crop"}
 
 
-def build_augment(name: str, dataset: str, size: int) -> Augment | None:
-    """A transform of one uint8 image (C, size, size), drawing from torch's generator; None for no change."""
+class Crop:
+    """RandomCrop to an image's own shape (C, H, W), with an eighth of each side as padding."""
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        from torchvision.transforms import v2
+
+        height, width = image.shape[-2:]
+        return v2.RandomCrop((height, width), padding=[max(1, width // 8), max(1, height // 8)])(image)
+
+
+def build_augment(name: str, dataset: str) -> Augment | None:
+    """A transform of one uint8 image (C, H, W), drawing from torch's generator; None for no change."""
     if name == "auto":
         name = AUTO.get(dataset, "none")
     if name == "none":
@@ -21,7 +31,7 @@ def build_augment(name: str, dataset: str, size: int) -> Augment | None:
     from torchvision.transforms import v2  # 2 s: only where it is used
 
     bilinear = v2.InterpolationMode.BILINEAR
-    flip_crop = [v2.RandomHorizontalFlip(), v2.RandomCrop(size, padding=max(1, size // 8))]
+    flip_crop = [v2.RandomHorizontalFlip(), Crop()]
     return {
         "shift": v2.RandomAffine([-10, 10], translate=(0.1, 0.1), scale=(0.9, 1.1), interpolation=bilinear),
         "flip-crop": v2.Compose(flip_crop),

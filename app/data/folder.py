@@ -1,6 +1,9 @@
 """A folder of images with a subfolder for each class. Imports no torch: the driver checks it early."""
 
+import csv
+import math
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +14,8 @@ SPLITS = ("train", "val", "test")
 EXTENSIONS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
 # Headers read before training; a bad file beyond these is named when its turn comes.
 MAX_CHECKED = 20_000
+# EXIF's tag, and its values that turn an image by a quarter: width and height change places.
+ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)
 
 
 @dataclass(frozen=True)
@@ -63,23 +68,107 @@ def scan_folder(data_dir: str) -> Folder:
     return Folder(tuple(class_names), splits)
 
 
-def check_headers(folder: Folder) -> None:
-    """Raise BadInput naming the files that are no images, as far as their headers tell."""
+def check_headers(folder: Folder, max_bad: int = 0) -> list[str]:
+    """The files that are no images, as far as their headers tell.
+
+    Raises BadInput naming them where there are more than max_bad in a split.
+    """
     from PIL import Image
 
     def problem(path: Path) -> str | None:
         try:
             with Image.open(path):
                 return None
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        except Exception:  # what Pillow raises for damaged bytes has no common type
             return str(path)
 
-    paths = [path for files, _ in folder.splits.values() for path in files][:MAX_CHECKED]
+    found, left = [], MAX_CHECKED
+    for files, _ in folder.splits.values():
+        with ThreadPoolExecutor() as threads:
+            bad = [path for path in threads.map(problem, files[:left]) if path]
+        left -= min(left, len(files))
+        if len(bad) > max_bad:
+            more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+            skip = f"; mend or remove them, or skip them with --max-bad-samples (it is {max_bad})"
+            raise BadInput(f"no readable image: {', '.join(bad[:5])}{more}{skip}")
+        found += bad
+    return found
+
+
+def read_sizes(paths: Sequence[Path], skip_unreadable: bool = False) -> list[tuple[int, int]]:
+    """(width, height) in pixels of each image, as it stands upright, from its header alone.
+
+    Raises BadInput naming a file that is no image; with skip_unreadable it is given as (1, 1).
+    """
+    from PIL import Image
+
+    def size(path: Path) -> tuple[int, int]:
+        try:
+            with Image.open(path) as image:
+                width, height = image.size
+                turned = image.getexif().get(ORIENTATION) in QUARTER_TURNS
+        except Exception as error:  # what Pillow raises for damaged bytes has no common type
+            if skip_unreadable:
+                return 1, 1
+            raise BadInput(f"{path} is no readable image: {error}") from None
+        return (height, width) if turned else (width, height)
+
     with ThreadPoolExecutor() as threads:
-        bad = [path for path in threads.map(problem, paths) if path]
-    if bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise BadInput(f"no readable image: {', '.join(bad[:5])}{more}; mend or remove them")
+        return list(threads.map(size, paths))
+
+
+def read_weights(data_dir: str, column: str, paths: Sequence[Path]) -> list[float]:
+    """The weight of each file, from a column of DATA_DIR/metadata.csv or DATA_DIR/train/metadata.csv.
+
+    The file is what Hugging Face's ImageFolder reads: a header, and a row for each image, whose column
+    file_name is a path relative to DATA_DIR or to the train folder. Rows of other files are passed
+    over. Raises BadInput, naming the line, for what is missing or no weight.
+    """
+    root = Path(data_dir)
+    train = root / "train" if (root / "train").is_dir() else root
+    table = next((path for path in (root / "metadata.csv", train / "metadata.csv") if path.is_file()), None)
+    if table is None:
+        raise BadInput(f"--weight-column {column}: there is no {root / 'metadata.csv'} that it could be a column of")
+    wanted = {os.path.normpath(path) for path in paths}
+    weights: dict[str, float] = {}
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            for name in ("file_name", column):
+                if name not in (rows.fieldnames or ()):
+                    raise BadInput(
+                        f"--weight-column {column}: {table} has no column {name}, "
+                        f"only {', '.join(rows.fieldnames or ['an empty first line'])}"
+                    )
+            for row in rows:
+                where = f"--weight-column {column}: {table}, line {rows.line_num}"
+                places = (os.path.normpath(folder / (row["file_name"] or "")) for folder in (root, train))
+                path = next((place for place in places if place in wanted), None)
+                if path is None:
+                    continue
+                if path in weights:
+                    raise BadInput(f"{where}: {row['file_name']} has a row already")
+                weights[path] = _weight(row[column], where)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"--weight-column {column}: {table} cannot be read: {error}") from None
+    found = [weights.get(os.path.normpath(path)) for path in paths]
+    missing = [str(path) for path, weight in zip(paths, found, strict=True) if weight is None]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise BadInput(f"--weight-column {column}: {table} has no row for {', '.join(missing[:5])}{more}")
+    if not any(weights.values()):
+        raise BadInput(f"--weight-column {column}: all weights in {table} are 0; give some samples a chance")
+    return [weights[os.path.normpath(path)] for path in paths]
+
+
+def _weight(text: str | None, where: str) -> float:
+    try:
+        weight = float(text or "")
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight) or weight < 0:
+        raise BadInput(f"{where}: {text!r} is no weight: a finite number, 0 or more")
+    return weight
 
 
 def _classes(folder: Path) -> list[str]:

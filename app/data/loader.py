@@ -2,33 +2,41 @@
 
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.augment import Augment, augmented
 from app.data.images import ImageSet
 from app.data.sampling import EvaluationBatches, Request, TrainingBatches
+from app.errors import BadInput
 
 
 class Batch(TypedDict):
-    """One rank's part of a step. The last num_counted of the n samples count; see sampling.Request.
+    """One rank's part of a step, for a sampling.Request.
 
-    inputs: uint8 (n, C, H, W); targets and ids: int64 (n,); global_count: samples of the step on all ranks.
+    inputs: uint8 (n, C, H, W); targets and ids: int64 (n,); rows: those of the n that count, num_counted
+    of them, as a slice, or as int64 indices where some in between could not be read; where none counts,
+    a stand-in. global_count: samples of the step on all ranks, readable or not; unreadable: of each of
+    this rank's that is not, what is wrong.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     ids: torch.Tensor
+    rows: slice | torch.Tensor
     num_counted: int
     global_count: int
     step: int
+    unreadable: list[str]
 
 
 class Reader(Dataset):
     """Reads a batch at a time: torch's DataLoader hands __getitems__ whatever the batch sampler yields."""
 
-    def __init__(self, images: ImageSet, augment: Augment | None = None, seed: int = 0):
+    def __init__(self, images: ImageSet, augment: Augment | None = None, seed: int = 0, skip_unreadable: bool = False):
         self._images, self._augment, self._seed = images, augment, seed
+        self._skip_unreadable = skip_unreadable
         self._labels = torch.from_numpy(images.labels)
 
     def __len__(self) -> int:
@@ -36,17 +44,47 @@ class Reader(Dataset):
 
     def __getitems__(self, request: Request) -> Batch:
         ids = torch.from_numpy(request.ids)
-        inputs = self._images.images(request.ids)
+        inputs, problems = self._read(request.ids)
+        targets, counted = self._labels[ids], request.num_counted
         if self._augment is not None:
             inputs = augmented(inputs, ids.tolist(), self._augment, self._seed, request.epoch)
+        rows: slice | torch.Tensor = slice(len(ids) - max(counted, 1), len(ids))
+        if problems:
+            # In the place of what cannot be read stands the sample after it, which would be mixed with
+            # it, and so is mixed with itself: on every rank alike, whether it counts there or not.
+            for row in sorted(problems.keys() - {len(ids) - 1}, reverse=True):
+                inputs[row], targets[row] = inputs[row + 1], targets[row + 1]
+            problems = {row: text for row, text in problems.items() if row >= len(ids) - counted}
+            good = [row for row in range(len(ids) - counted, len(ids)) if row not in problems]
+            counted = len(good)
+            rows = torch.tensor(good) if good else slice(len(ids) - 1, len(ids))
         return Batch(
             inputs=inputs,
-            targets=self._labels[ids],
+            targets=targets,
             ids=ids,
-            num_counted=request.num_counted,
+            rows=rows,
+            num_counted=counted,
             global_count=request.global_count,
             step=request.step,
+            unreadable=list(problems.values()),
         )
+
+    def _read(self, ids: np.ndarray) -> tuple[torch.Tensor, dict[int, str]]:
+        """The images, and by row what is wrong with those that cannot be read, which are black."""
+        try:
+            return self._images.images(ids), {}
+        except BadInput:
+            if not self._skip_unreadable:
+                raise
+        pixels, problems = {}, {}
+        for row in range(len(ids)):  # which of them was it?
+            try:
+                pixels[row] = self._images.images(ids[row : row + 1])[0]
+            except BadInput as error:
+                problems[row] = str(error)
+        shape = next(iter(pixels.values())).shape if pixels else self._images.images(ids[:0]).shape[1:]
+        black = torch.zeros(shape, dtype=torch.uint8)
+        return torch.stack([pixels.get(row, black) for row in range(len(ids))]), problems
 
 
 def build_loader(
@@ -57,9 +95,10 @@ def build_loader(
     augment: Augment | None = None,
     seed: int = 0,
     pin_memory: bool = False,
+    skip_unreadable: bool = False,
 ) -> DataLoader:
     return DataLoader(
-        Reader(images, augment, seed),
+        Reader(images, augment, seed, skip_unreadable),
         batch_sampler=batches,  # type: ignore[arg-type]  # yields Requests, which Reader takes
         collate_fn=_as_it_is,
         num_workers=num_workers,

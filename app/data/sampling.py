@@ -1,23 +1,258 @@
 """Which samples make up which step: an order per epoch, cut into global batches, sliced by rank.
 
-Takes the place of torch's RandomSampler, BatchSampler and DistributedSampler. The difference that
-matters: the order and the batches know nothing of the number of workers, which enters in one place
-only (rank_slice), so the samples of a step are the same on any cluster, and resuming needs nothing
-but a step number.
+An order is an array of sample ids, a pure function of the seed, the epoch and facts about the data
+(Order). Schedule says where it is cut into global batches, TrainingBatches cuts it, and rank_slice
+gives each rank its part. Only the last knows of the number of workers, so the samples of a step are
+the same on any cluster, and resuming needs nothing but a step number.
+
+Together they take the place of torch's samplers, BatchSampler and DistributedSampler:
+
+    shuffled         RandomSampler: each sample once, in random order
+    sequential       SequentialSampler: each sample once, as the data set has them
+    subset           SubsetRandomSampler: a fixed part of the samples, each once, in random order
+    weighted         WeightedRandomSampler: as many draws as samples, with replacement
+    balanced         WeightedRandomSampler with 1 / class frequency: all classes are equally likely
+    length-bucketed  BucketIterator and its kin: batches of similar length, so that little is padded
+    aspect-grouped   GroupedBatchSampler of torchvision's detection reference: batches of one shape
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import numpy as np
 
+from app.config import Config
 from app.distributed import World
+from app.errors import BadInput
+
+# Samples that are sorted by length at a time, in batches: more means less padding and less chance.
+POOL_BATCHES = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What is known of each of N samples beside its label; None where the data does not say.
+
+    weights: (N,) float64, 0 or more, the relative chance of being drawn. lengths: (N,) int64, of a
+    sequence. groups: (N,) int64; samples of one group have one shape, and only they share a batch.
+    """
+
+    weights: np.ndarray | None = None
+    lengths: np.ndarray | None = None
+    groups: np.ndarray | None = None
+
+    def of(self, ids: np.ndarray) -> "Facts":
+        """The facts of some of the samples, in the order of ids."""
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Facts(**{name: None if values is None else values[ids] for name, values in known.items()})
+
+
+def _generator(seed: int, epoch: int) -> np.random.Generator:
+    # Philox is counter-based: (seed, epoch) keys an independent stream without drawing the earlier ones.
+    return np.random.Generator(np.random.Philox(key=[seed, epoch]))
 
 
 def shuffled_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of the sample ids 0..num_samples-1 as int64, a function of its arguments alone."""
-    # Philox is counter-based: (seed, epoch) keys an independent stream without drawing the earlier ones.
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_samples)
+    return _generator(seed, epoch).permutation(num_samples)
+
+
+def weighted_order(weights: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    """As many draws as there are weights (N,), with replacement, each sample as likely as its weight says."""
+    bounds = np.cumsum(weights / weights.max())  # divided first: the sum of large ones would overflow
+    draws = _generator(seed, epoch).random(len(weights))
+    return np.searchsorted(bounds / bounds[-1], draws, side="right")
+
+
+def bucketed_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Each sample once; those of a full batch have similar lengths (N,).
+
+    Pools of the shuffled order are sorted by length and cut into batches, and the batches shuffled.
+    What fills no batch comes last and is of any length: were it the longest of a pool, drop_last would
+    never train on those.
+    """
+    order = shuffled_order(len(lengths), seed, epoch)
+    num_full = len(order) // batch_size
+    full, rest = np.split(order, [num_full * batch_size])
+    pools = np.split(full, np.arange(0, len(full), POOL_BATCHES * batch_size)[1:])
+    by_length = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
+    # A stream beside those that the epochs' permutations are drawn from.
+    batches = _generator(seed, epoch + 2**32).permutation(num_full)
+    return np.concatenate([by_length.reshape(num_full, batch_size)[batches].reshape(-1), rest])
+
+
+def grouped_order(groups: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Each sample once, batches of one group (N,): first the full ones, as the shuffled order fills them,
+    then what is left over of each group, by its number."""
+    order = shuffled_order(len(groups), seed, epoch)
+    full: list[tuple[int, np.ndarray]] = []
+    rest: list[np.ndarray] = []
+    for group in np.unique(groups):
+        places = np.flatnonzero(groups[order] == group)  # in the shuffled order
+        num_full = len(places) // batch_size
+        for batch in places[: num_full * batch_size].reshape(num_full, batch_size):
+            full.append((batch[-1], order[batch]))  # full as soon as its last sample is there
+        rest.append(order[places[num_full * batch_size :]])
+    full.sort(key=lambda batch: batch[0])
+    return np.concatenate([*(ids for _, ids in full), *rest])
+
+
+def stratified_split(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted ids (kept, held_out): each class gives round(fraction * n) samples, at least 1 of 2 or more.
+
+    A function of the labels and the fraction alone, not of the run's seed: runs with different seeds
+    are then measured on the same samples.
+    """
+    generator = np.random.Generator(np.random.Philox(key=0))
+    held_out = []
+    for label in np.unique(labels):
+        ids = generator.permutation(np.flatnonzero(labels == label))
+        count = min(max(round(fraction * len(ids)), 1), len(ids) - 1)
+        held_out.append(ids[:count])
+    held = np.sort(np.concatenate(held_out))
+    return np.setdiff1d(np.arange(len(labels)), held), held
+
+
+def stratified_part(labels: np.ndarray, fraction: float) -> np.ndarray:
+    """Sorted ids of round(fraction * n) samples of each class, at least 1; the same for every seed."""
+    generator = np.random.Generator(np.random.Philox(key=1))
+    permuted = [generator.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    return np.sort(np.concatenate([ids[: max(round(fraction * len(ids)), 1)] for ids in permuted]))
+
+
+def read_subset(path: str) -> np.ndarray:
+    """Sample ids (n,) from a text file, one a line. Raises BadInput, naming the line, for anything else."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise BadInput(f"--subset-file {path}: {reason}") from None
+    ids: dict[int, int] = {}  # each with its line
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text:
+            continue
+        if not (text.isascii() and text.isdigit() and len(text) < 19):
+            raise BadInput(f"--subset-file {path}, line {number}: {text[:40]!r} is no sample id: a number from 0 on")
+        if (first := ids.setdefault(int(text), number)) != number:
+            raise BadInput(f"--subset-file {path}, line {number}: {text} stands in line {first} already")
+    if not ids:
+        raise BadInput(f"--subset-file {path} has no sample ids in it: write one a line")
+    return np.array(list(ids), np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The order of the samples in each epoch: order(epoch) gives their ids, int64.
+
+    labels (N,) and facts are those of the data set's N training samples; subset: the ids that are
+    trained on, None for all. build_order() makes one.
+    """
+
+    sampler: str
+    batch_size: int
+    seed: int
+    labels: np.ndarray
+    facts: Facts
+    subset: np.ndarray | None = None
+
+    def __call__(self, epoch: int) -> np.ndarray:
+        seed, facts = self.seed, self.facts
+        if self.sampler == "sequential":
+            return np.arange(len(self.labels))
+        if self.subset is not None:
+            return self.subset[shuffled_order(len(self.subset), seed, epoch)]
+        if facts.weights is not None:
+            return weighted_order(facts.weights, seed, epoch)
+        if facts.lengths is not None:
+            return bucketed_order(facts.lengths, self.batch_size, seed, epoch)
+        if facts.groups is not None:
+            return grouped_order(facts.groups, self.batch_size, seed, epoch)
+        return shuffled_order(len(self.labels), seed, epoch)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self.labels if self.subset is None else self.subset)
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Samples of an epoch that are batched together, for each group."""
+        if self.facts.groups is None:
+            return (self.num_samples,)
+        return tuple(np.unique(self.facts.groups, return_counts=True)[1].tolist())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that the order depends on beside the settings: it tells whether a step number still
+        means the same samples."""
+        digest = hashlib.sha256(self.sampler.encode())
+        for values in (self.labels, self.facts.weights, self.facts.lengths, self.facts.groups, self.subset):
+            digest.update(b"none" if values is None else f"{values.dtype.name} {len(values)} ".encode())
+            digest.update(b"" if values is None else np.ascontiguousarray(values).tobytes())
+        return digest.hexdigest()
+
+
+def build_order(config: Config, labels: np.ndarray, facts: Facts) -> Order:
+    """The order that --sampler names, over training samples with these labels (N,) and facts.
+
+    Raises BadInput for facts that the sampler needs and the data does not have, or that cannot be used,
+    and where no batch would be left.
+    """
+    needed = {"weighted": "weights", "length-bucketed": "lengths", "aspect-grouped": "groups"}.get(config.sampler)
+    # What the order does not go by is left out: it may change without harm.
+    facts = Facts(**{needed: getattr(facts, needed)}) if needed else Facts()
+    if needed and getattr(facts, needed) is None:
+        raise BadInput(
+            f"--sampler {config.sampler} needs the {needed} of the samples, which --dataset {config.dataset} does not "
+            "give (app.data.splits.from_arrays takes weights and lengths); use another sampler"
+        )
+    for field in fields(facts):
+        values = getattr(facts, field.name)
+        if values is not None and np.shape(values) != np.shape(labels):
+            raise BadInput(
+                f"--dataset {config.dataset}: {field.name} has the shape {np.shape(values)} for {len(labels)} samples"
+            )
+    if config.sampler == "weighted":
+        facts = replace(facts, weights=_usable_weights(np.asarray(facts.weights, np.float64), config))
+    elif config.sampler == "balanced":
+        _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        facts = Facts(weights=1 / counts[classes])
+    subset = _chosen(config, labels) if config.sampler == "subset" else None
+    order = Order(config.sampler, config.batch_size, config.seed, np.asarray(labels, np.int64), facts, subset)
+    if not build_schedule(config, order).steps_per_epoch:
+        raise BadInput(
+            f"--drop-last leaves nothing of {order.num_samples} samples, which fill no batch of --batch-size "
+            f"{config.batch_size}; lower the one or leave out the other"
+        )
+    return order
+
+
+def _usable_weights(weights: np.ndarray, config: Config) -> np.ndarray:
+    if bad := np.flatnonzero(~np.isfinite(weights) | (weights < 0)).tolist():
+        raise BadInput(
+            f"--dataset {config.dataset}: the weight of sample {bad[0]} is {weights[bad[0]]}; "
+            "weights are finite numbers, 0 or more"
+        )
+    if not weights.any():
+        raise BadInput(f"--dataset {config.dataset}: the weights of all training samples are 0; give some a chance")
+    return weights
+
+
+def _chosen(config: Config, labels: np.ndarray) -> np.ndarray:
+    ids = np.arange(len(labels))
+    if config.subset_file is not None:
+        ids = read_subset(config.subset_file)
+        if (largest := int(ids.max())) >= len(labels):
+            raise BadInput(
+                f"--subset-file {config.subset_file}: there is no sample {largest}, "
+                f"the training samples are 0 to {len(labels) - 1}"
+            )
+    if config.subset_fraction is not None:
+        ids = ids[stratified_part(labels[ids], config.subset_fraction)]
+    return ids
 
 
 def rank_slice(global_batch: np.ndarray, world: World) -> np.ndarray:
@@ -47,20 +282,36 @@ class Request:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where every step of a run lies: a run of total_steps steps, each a global batch of an epoch."""
+    """Where every step of a run lies: a run of total_steps steps, each a global batch of an epoch.
 
-    num_samples: int
+    The sizes of an epoch's batches are the same in every epoch: first the full ones, then what is left
+    over of each group. group_sizes: samples of an epoch in each group that is batched by itself.
+    """
+
+    group_sizes: tuple[int, ...]
     batch_size: int
     epochs: int
     max_steps: int | None = None
+    drop_last: bool = False
+
+    @property
+    def num_full(self) -> int:
+        """Full batches of an epoch."""
+        return sum(size // self.batch_size for size in self.group_sizes)
+
+    @property
+    def leftovers(self) -> tuple[int, ...]:
+        """The sizes of an epoch's batches that are not full; none with drop_last."""
+        rests = [size % self.batch_size for size in self.group_sizes]
+        return () if self.drop_last else tuple(rest for rest in rests if rest)
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.num_samples // self.batch_size)
+        return self.num_full + len(self.leftovers)
 
     @property
     def smallest_batch(self) -> int:
-        return (self.num_samples - 1) % self.batch_size + 1
+        return min(self.leftovers, default=self.batch_size)
 
     @property
     def total_steps(self) -> int:
@@ -74,23 +325,45 @@ class Schedule:
         return -(-step // self.steps_per_epoch)
 
     def samples_before(self, step: int) -> int:
-        """Samples in the steps 0..step-1: the last batch of an epoch may be smaller."""
+        """Samples in the steps 0..step-1."""
         epochs, batches = divmod(step, self.steps_per_epoch)
-        return epochs * self.num_samples + batches * self.batch_size
+        return epochs * self._samples_of(self.steps_per_epoch) + self._samples_of(batches)
+
+    def _samples_of(self, num_batches: int) -> int:
+        """Samples in the first batches of an epoch."""
+        full = min(num_batches, self.num_full)
+        return full * self.batch_size + sum(self.leftovers[: num_batches - full])
+
+    def batch_of(self, step: int) -> slice:
+        """The place of a step's global batch in its epoch's order."""
+        index = step % self.steps_per_epoch
+        return slice(self._samples_of(index), self._samples_of(index + 1))
+
+
+def build_schedule(config: Config, order: Order) -> Schedule:
+    return Schedule(order.group_sizes, config.batch_size, config.epochs, config.max_steps, config.drop_last)
 
 
 class TrainingBatches:
     """A batch sampler over the rest of a run: one Request per step, from start_step to the last.
 
-    One stream over all epochs, so that a loader reads ahead across an epoch's end.
+    One stream over all epochs, so that a loader reads ahead across an epoch's end. order(epoch) gives
+    the ids of an epoch's samples, which are cut into global batches here and nowhere else.
 
     with_partner: put the sample before the rank's slice (cyclically in the global batch) in front of
     it. Mixing the batch with itself rolled by one then gives each sample the same partner at every
     world size.
     """
 
-    def __init__(self, schedule: Schedule, seed: int, world: World, start_step: int = 0, with_partner: bool = False):
-        self.schedule, self.seed, self.world = schedule, seed, world
+    def __init__(
+        self,
+        order: Callable[[int], np.ndarray],
+        schedule: Schedule,
+        world: World,
+        start_step: int = 0,
+        with_partner: bool = False,
+    ):
+        self.order, self.schedule, self.world = order, schedule, world
         self.start_step, self.with_partner = start_step, with_partner
 
     def __len__(self) -> int:
@@ -99,11 +372,10 @@ class TrainingBatches:
     def __iter__(self) -> Iterator[Request]:
         order_of, order = -1, np.empty(0, np.int64)
         for step in range(self.start_step, self.schedule.total_steps):
-            epoch, index = divmod(step, self.schedule.steps_per_epoch)
+            epoch = self.schedule.epoch_of(step)
             if epoch != order_of:
-                order_of, order = epoch, shuffled_order(self.schedule.num_samples, self.seed, epoch)
-            batch = order[index * self.schedule.batch_size : (index + 1) * self.schedule.batch_size]
-            yield self._request(step, epoch, batch)
+                order_of, order = epoch, self.order(epoch)
+            yield self._request(step, epoch, order[self.schedule.batch_of(step)])
 
     def _request(self, step: int, epoch: int, batch: np.ndarray) -> Request:
         positions = rank_slice(np.arange(len(batch)), self.world)
@@ -119,17 +391,24 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-    """A batch sampler over a data set, once, in order: each sample on exactly one rank, none padded."""
+    """A batch sampler over a data set, once: each sample on exactly one rank, none padded.
 
-    def __init__(self, num_samples: int, batch_size: int, world: World):
-        self.ids = rank_slice(np.arange(num_samples, dtype=np.int64), world)
+    In order; with groups (N,), group by group, and no batch has samples of two.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, world: World, groups: np.ndarray | None = None):
+        ids = np.arange(num_samples, dtype=np.int64)
+        if groups is not None:
+            ids = np.argsort(groups, kind="stable")
+        share = rank_slice(ids, world)
+        of_a_group = [share] if groups is None else np.split(share, np.flatnonzero(np.diff(groups[share])) + 1)
         # batch_size is global here too, so that memory does not grow with the number of workers.
-        self.batch_size = max(1, batch_size // world.size)
+        size = max(1, batch_size // world.size)
+        self.batches = [ids[start : start + size] for ids in of_a_group for start in range(0, len(ids), size)]
 
     def __len__(self) -> int:
-        return -(-len(self.ids) // self.batch_size)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[Request]:
-        for start in range(0, len(self.ids), self.batch_size):
-            ids = self.ids[start : start + self.batch_size]
+        for ids in self.batches:
             yield Request(step=0, epoch=0, ids=ids, num_counted=len(ids), global_count=len(ids))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config import CALLABLE, Config
-from app.data.folder import check_headers, scan_folder
+from app.data.folder import Folder, check_headers, read_sizes, read_weights, scan_folder
 from app.errors import BadInput
 from app.user_code import find_callable
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from app.data.images import DataInfo, ImageSet
+    from app.data.sampling import Facts
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Held out of the digits for test; fixed, so that every run is measured on the same 20 %.
@@ -72,12 +73,31 @@ def check_data(config: Config) -> None:
         _fetch_if_missing(config)
     elif config.dataset == "image-folder":
         folder = scan_folder(_data_dir(config))
-        check_headers(folder)
+        if unreadable := check_headers(folder, config.max_bad_samples):
+            print(f"skipping what is no readable image: {', '.join(unreadable)}")
         _enough(len(folder.splits["train"][0]), config)
+        if config.sampler != "aspect-grouped":  # which needs every header: left to the workers
+            _check_folder_order(folder, config)
     elif config.dataset == "synthetic":
         _enough(config.synthetic_samples or 10_000, config)
     elif CALLABLE.fullmatch(config.dataset):
         find_callable("--dataset", config.dataset)
+    if config.subset_file is not None:
+        from app.data.sampling import read_subset
+
+        read_subset(config.subset_file)
+
+
+def _check_folder_order(folder: Folder, config: Config) -> None:
+    import numpy as np
+
+    from app.data.sampling import build_order, stratified_split
+
+    labels, facts = np.asarray(folder.splits["train"][1]), _folder_facts(folder, "train", config)
+    if "val" not in folder.splits:
+        kept, _ = stratified_split(labels, config.val_fraction)
+        labels, facts = labels[kept], facts.of(kept)
+    build_order(config, labels, facts)
 
 
 def _enough(num_samples: int, config: Config) -> None:
@@ -122,15 +142,27 @@ def from_arrays(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     image_size: int | None = None,
+    weights: "np.ndarray | None" = None,
+    lengths: "np.ndarray | None" = None,
 ) -> Splits:
-    """Splits of images in memory, each a uint8 tensor (N, C, H, W) with labels (N,); val is held out where absent."""
+    """Splits of images in memory, each a uint8 tensor (N, C, H, W) with labels (N,); val is held out where absent.
+
+    weights and lengths (N,) are those of the samples in train, for --sampler weighted and length-bucketed.
+    """
+    import numpy as np
+
     from app.data.images import ImagesInMemory, resized
+    from app.data.sampling import Facts
 
-    def in_memory(split: "tuple[torch.Tensor, np.ndarray]") -> ImagesInMemory:
+    def in_memory(split: "tuple[torch.Tensor, np.ndarray]", facts: Facts | None = None) -> ImagesInMemory:
         pixels, labels = split
-        return ImagesInMemory(resized(pixels, image_size) if image_size else pixels, labels)
+        return ImagesInMemory(resized(pixels, image_size) if image_size else pixels, labels, facts)
 
-    train_set = in_memory(train)
+    for name, values in (("weights", weights), ("lengths", lengths)):
+        if values is not None and np.shape(values) != (len(train[1]),):
+            raise BadInput(f"from_arrays: {name} has the shape {np.shape(values)} for {len(train[1])} training samples")
+    facts = Facts(*(None if values is None else np.asarray(values) for values in (weights, lengths)))
+    train_set = in_memory(train, facts)
     return _made(
         train_set.image_shape,
         class_names,
@@ -152,15 +184,17 @@ def _made(
     val: "ImageSet | None",
     test: "ImageSet | None",
     val_fraction: float,
+    shapes: tuple[tuple[int, int], ...] = (),
 ) -> Splits:
-    from app.data.images import DataInfo, Subset, stratified_split
+    from app.data.images import DataInfo, Subset
+    from app.data.sampling import stratified_split
 
     if val is None:
         kept, held = stratified_split(train.labels, val_fraction)
         if not len(held):
             raise BadInput("no class has two samples, so none can be held out for validation: give a val split")
         train, val = Subset(train, kept), Subset(train, held)
-    return Splits(DataInfo(input_shape, class_names, mean, std, len(train.labels)), train, val, test)
+    return Splits(DataInfo(input_shape, class_names, mean, std, len(train.labels), shapes), train, val, test)
 
 
 def _load_digits(config: Config) -> Splits:
@@ -169,7 +203,7 @@ def _load_digits(config: Config) -> Splits:
     import torch
     from sklearn.datasets import load_digits
 
-    from app.data.images import stratified_split
+    from app.data.sampling import stratified_split
 
     images, labels = map(np.asarray, load_digits(return_X_y=True))
     pixels = torch.from_numpy((images * (255 / 16)).round().astype("uint8").reshape(-1, 1, 8, 8))
@@ -266,19 +300,21 @@ def _fetch_if_missing(config: Config) -> None:
 def _load_folder(config: Config) -> Splits:
     import numpy as np
 
-    from app.data.images import ImageFiles
+    from app.data.images import ImageFiles, aspect_shapes
 
     folder = scan_folder(_data_dir(config))
     size, channels = config.image_size or FOLDER_IMAGE_SIZE, config.image_channels or 3
+    grouped = config.sampler == "aspect-grouped"
+    shapes = tuple(aspect_shapes(size)) if grouped else ((size, size),)
     count = sum(len(paths) for paths, _ in folder.splits.values())
-    fits = count * channels * size * size <= config.in_memory_mb * 2**20
+    fits = not grouped and count * channels * size * size <= config.in_memory_mb * 2**20
 
     def image_set(split: str) -> "ImageSet | None":
         if split not in folder.splits:
             return None
         paths, labels = folder.splits[split]
-        files = ImageFiles(paths, np.asarray(labels), size, channels)
-        return files.loaded() if fits else files
+        files = ImageFiles(paths, np.asarray(labels), shapes, channels, _folder_facts(folder, split, config))
+        return files.loaded(skip_unreadable=config.max_bad_samples > 0) if fits else files
 
     train = image_set("train")
     assert train is not None
@@ -291,4 +327,22 @@ def _load_folder(config: Config) -> Splits:
         image_set("val"),
         image_set("test"),
         config.val_fraction,
+        shapes if grouped else (),
     )
+
+
+def _folder_facts(folder: Folder, split: str, config: Config) -> "Facts":
+    """What --sampler goes by: the weights are the training samples', the groups any sample's."""
+    import numpy as np
+
+    from app.data.sampling import Facts
+
+    paths, _ = folder.splits[split]
+    if config.sampler == "aspect-grouped":
+        from app.data.images import aspect_groups, aspect_shapes
+
+        shapes = aspect_shapes(config.image_size or FOLDER_IMAGE_SIZE)
+        return Facts(groups=aspect_groups(read_sizes(paths, config.max_bad_samples > 0), shapes))
+    if config.weight_column is not None and split == "train":
+        return Facts(weights=np.array(read_weights(_data_dir(config), config.weight_column, paths)))
+    return Facts()

@@ -37,23 +37,25 @@ def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> n
         named = config.weights is not None and not is_weights_file(config.weights)
         weights = config.weights if pretrained and named else None
         model = build_torchvision(config.model, info, weights)
-    _check(model, config.model, info)
+    for height, width in info.shapes or (info.input_shape[1:],):
+        _check(model, config, info, (info.input_shape[0], height, width))
     return model
 
 
-def _check(model: nn.Module, name: str, info: DataInfo) -> None:
-    """Two black images must give two rows of logits."""
-    training = model.training
+def _check(model: nn.Module, config: Config, info: DataInfo, input_shape: tuple[int, int, int]) -> None:
+    """Two black images of the shape must give two rows of logits."""
+    name, training = config.model, model.training
     model.eval()
-    shape = "x".join(str(side) for side in info.input_shape)
+    shape = "x".join(str(side) for side in input_shape)
     try:
         with torch.no_grad():
-            logits = model(torch.zeros(2, *info.input_shape))
+            logits = model(torch.zeros(2, *input_shape))
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise BadInput(
-            f"--model {name} does not take images of {shape}: {reason[0]}; another --image-size may suit it"
-        ) from error
+        remedy = "another --image-size may suit it"
+        if info.shapes:
+            remedy = f"--sampler {config.sampler} needs one that takes images of any shape, such as resnet18"
+        raise BadInput(f"--model {name} does not take images of {shape}: {reason[0]}; {remedy}") from error
     finally:
         model.train(training)
     if not isinstance(logits, torch.Tensor) or logits.shape != (2, info.num_classes):

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,13 @@ import torchvision
 
 from app.config import Config
 from app.data.folder import scan_folder
-from app.data.images import DataInfo, ImageFiles, resized, stratified_split
-from app.data.splits import check_data, load_splits
+from app.data.images import DataInfo, ImageFiles, aspect_shapes, on_one_canvas, resized
+from app.data.loader import Reader, build_loader
+from app.data.sampling import EvaluationBatches, Request, stratified_split
+from app.data.splits import check_data, from_arrays, load_splits
+from app.distributed import World
 from app.errors import BadInput
-from tests.common import write_images, write_mnist
+from tests.common import with_unreadable, write_images, write_mnist
 
 
 def everything(images) -> torch.Tensor:
@@ -196,12 +201,12 @@ def test_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.fromarray(np.full((8, 8), 257 * 100, np.uint16)).save(tmp_path / "a.png")
-    image = ImageFiles([tmp_path / "a.png"], np.array([0]), 8, 1).images(np.array([0]))
+    image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 1).images(np.array([0]))
     assert image.unique().tolist() == [100]
 
 
 def test_no_files_are_an_empty_batch() -> None:
-    assert ImageFiles([], np.array([]), 8, 3).images(np.array([], np.int64)).shape == (0, 3, 8, 8)
+    assert ImageFiles([], np.array([]), [(8, 8)], 3).images(np.array([], np.int64)).shape == (0, 3, 8, 8)
 
 
 def test_the_facts_of_your_own_data_survive_a_checkpoint() -> None:
@@ -216,6 +221,77 @@ def test_a_file_damaged_behind_its_header_is_named_when_it_is_read(tmp_path: Pat
     check_data(folder_config(tmp_path))
     with pytest.raises(BadInput, match=r"cat/000\.png is no readable image"):
         load_splits(folder_config(tmp_path))
+
+
+def damage(path: Path, header: bool) -> None:
+    path.write_bytes(b"no pixels" if header else path.read_bytes()[:3000])
+
+
+def test_as_many_unreadable_files_as_allowed_are_let_pass_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path, {"cat": 4, "dog": 4}, size=(64, 64))
+    damage(tmp_path / "cat" / "000.png", header=True)
+    damage(tmp_path / "dog" / "001.png", header=True)
+    check_data(folder_config(tmp_path, max_bad_samples=2))
+    assert "skipping what is no readable image: " in (said := capsys.readouterr().out)
+    assert "cat/000.png" in said
+    assert "dog/001.png" in said
+    with pytest.raises(BadInput, match=r"cat/000\.png, .*dog/001\.png; mend .* --max-bad-samples \(it is 1\)"):
+        check_data(folder_config(tmp_path, max_bad_samples=1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"in_memory_mb": 0}, {"sampler": "aspect-grouped"}])
+@pytest.mark.parametrize("header", [True, False])
+def test_an_unreadable_file_is_left_out_of_its_batch(tmp_path: Path, settings: dict, header: bool) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / split, {"cat": 3, "dog": 3}, size=(64, 64))
+    damage(tmp_path / "train" / "cat" / "001.png", header)
+    config = folder_config(tmp_path, max_bad_samples=1, batch_size=6, **settings)
+    splits = load_splits(config)
+    loader = build_loader(splits.train, EvaluationBatches(6, 6, World()), num_workers=0, skip_unreadable=True)
+    (batch,) = loader
+    assert batch["rows"].tolist() == [0, 2, 3, 4, 5]
+    assert (batch["num_counted"], batch["global_count"]) == (5, 6)
+    assert [text.partition(" is no readable image")[0] for text in batch["unreadable"]] == [
+        str(tmp_path / "train" / "cat" / "001.png")
+    ]
+    good = np.array([0, 2, 3, 4, 5])
+    assert torch.equal(batch["inputs"][batch["rows"]], splits.train.images(good))
+    with pytest.raises(BadInput, match=r"cat/001\.png is no readable image"):
+        next(iter(build_loader(splits.train, EvaluationBatches(6, 6, World()), num_workers=0)))
+
+
+def test_a_batch_of_which_nothing_can_be_read_counts_nothing(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 3, "dog": 3}, size=(64, 64))
+    images = ImageFiles([tmp_path / "a.png", tmp_path / "b.png"], np.zeros(2), [(8, 8)], 3)
+    (batch,) = build_loader(images, EvaluationBatches(2, 2, World()), num_workers=0, skip_unreadable=True)
+    assert (batch["num_counted"], len(batch["unreadable"])) == (0, 2)
+    assert batch["inputs"][batch["rows"]].shape == (1, 3, 8, 8)
+
+
+def test_a_sample_whose_mixing_partner_cannot_be_read_is_its_own_partner() -> None:
+    splits = with_unreadable(load_splits(Config(dataset="tests.common:tiny_splits")), train=[8, 5])
+    request = Request(step=0, epoch=0, ids=np.array([8, 3, 4, 5, 6]), num_counted=4, global_count=4)
+    batch = Reader(splits.train, skip_unreadable=True).__getitems__(request)
+    partners = batch["inputs"].roll(1, 0)
+    for row, partner in {1: 3, 2: 3, 4: 6}.items():  # 8 is before 3, and 5 before 6
+        assert torch.equal(partners[row], splits.train.images(np.array([partner]))[0])
+        assert batch["targets"].roll(1)[row] == splits.train.labels[partner]
+    assert torch.is_tensor(batch["rows"])
+    assert batch["rows"].tolist() == [1, 2, 4]
+    assert batch["unreadable"] == ["train/5.png is no readable image"]
+
+
+def test_damaged_exif_is_bad_input_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_images(tmp_path, {"cat": 1})
+
+    def broken(image: object) -> None:
+        raise struct.error("required argument is not an integer")
+
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", broken)
+    with pytest.raises(BadInput, match=r"000\.png is no readable image: required argument"):
+        ImageFiles([tmp_path / "cat" / "000.png"], np.zeros(1), [(8, 8)], 3).images(np.array([0]))
 
 
 def test_fewer_samples_than_workers(tmp_path: Path) -> None:
@@ -266,13 +342,128 @@ def test_resized_keeps_a_constant_image_constant() -> None:
     assert torch.equal(resized(torch.full((2, 1, 8, 8), 7, dtype=torch.uint8), 28), torch.full((2, 1, 28, 28), 7))
 
 
+def weights_in(root: Path, text: str, **settings) -> None:
+    (root / "metadata.csv").write_text(text)
+    check_data(folder_config(root, sampler="weighted", weight_column="w", **settings))
+
+
+def test_weights_are_read_from_a_column_and_follow_the_samples_that_are_kept(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 6, "dog": 6})
+    paths = [f"{name}/{number:03d}.png" for name in ("cat", "dog") for number in range(6)]
+    rows = [f"{path},{number}" for number, path in enumerate(paths)]
+    weights_in(tmp_path, "\n".join(["file_name,w", *reversed(rows), "elsewhere/0.png,x"]))
+    config = folder_config(tmp_path, sampler="weighted", weight_column="w", val_fraction=0.3)
+    splits = load_splits(config)
+    kept, held = stratified_split(np.repeat([0, 1], 6), 0.3)
+    assert splits.train.facts.weights is not None
+    assert splits.train.facts.weights.tolist() == kept.tolist()
+    assert len(held) == 4
+
+
+def test_weights_beside_or_inside_the_train_folder(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / split, {"cat": 1, "dog": 1})
+    config = folder_config(tmp_path, sampler="weighted", weight_column="w")
+    for place, prefix in ((tmp_path, "train/"), (tmp_path, ""), (tmp_path / "train", "")):
+        (place / "metadata.csv").write_text(f"file_name,w\n{prefix}cat/000.png,0.5\n{prefix}dog/000.png,1e3\n")
+        check_data(config)
+        weights = load_splits(config).train.facts.weights
+        assert weights is not None
+        assert weights.tolist() == [0.5, 1000]
+        (place / "metadata.csv").unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file_name,v\ncat/000.png,1\n", r"metadata\.csv has no column w, only file_name, v"),
+        ("w\n1\n", "has no column file_name, only w"),
+        ("", "has no column file_name, only an empty first line"),
+        ("file_name,w\ncat/000.png,1\ncat/001.png,1\ndog/000.png,2\n", r"has no row for .*dog/001\.png"),
+        ("file_name,w\ncat/000.png,1\ncat/001.png,-2\n", r"metadata\.csv, line 3: '-2' is no weight"),
+        ("file_name,w\ncat/000.png,nan\n", "line 2: 'nan' is no weight"),
+        ("file_name,w\ncat/000.png,many\n", "line 2: 'many' is no weight"),
+        ("file_name,w\ncat/000.png\n", "line 2: None is no weight"),
+        ("file_name,w\ncat/000.png,1\ncat/../cat/000.png,1\n", "line 3: cat/../cat/000.png has a row already"),
+        ("file_name,w\n" + "".join(f"{c}/00{n}.png,0\n" for c in ("cat", "dog") for n in range(2)), "are 0"),
+    ],
+)
+def test_weights_gone_wrong_are_found_before_training_and_named(tmp_path: Path, text: str, message: str) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2})
+    with pytest.raises(BadInput, match=message):
+        weights_in(tmp_path, text)
+
+
+def test_no_file_of_weights(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 2, "dog": 2})
+    with pytest.raises(BadInput, match=r"--weight-column w: there is no .*metadata\.csv"):
+        check_data(folder_config(tmp_path, sampler="weighted", weight_column="w"))
+
+
+def test_orders_that_cannot_be_are_found_before_training(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 5, "dog": 5})
+    with pytest.raises(BadInput, match="--drop-last leaves nothing of 8 samples"):
+        check_data(folder_config(tmp_path, batch_size=9, drop_last=True))
+    (tmp_path / "ids.txt").write_text("8\n")
+    with pytest.raises(BadInput, match="there is no sample 8, the training samples are 0 to 7"):
+        check_data(folder_config(tmp_path, sampler="subset", subset_file=str(tmp_path / "ids.txt")))
+    with pytest.raises(BadInput, match=r"--subset-file none\.txt: No such file"):
+        check_data(Config(sampler="subset", subset_file="none.txt"))
+
+
+def test_facts_of_your_own_must_be_as_many_as_the_samples() -> None:
+    pixels, labels = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), np.arange(4) % 2
+    about: dict[str, Any] = {"val_fraction": 0.5, "class_names": ("a", "b"), "mean": (0.5,), "std": (0.5,)}
+    splits = from_arrays((pixels, labels), lengths=np.arange(4), **about)
+    assert splits.train.facts.lengths is not None
+    assert len(splits.train.facts.lengths) == 2
+    with pytest.raises(BadInput, match=r"weights has the shape \(3,\) for 4 training samples"):
+        from_arrays((pixels, labels), weights=np.arange(3), **about)
+
+
+def test_aspect_shapes_have_the_area_and_sides_that_are_multiples_of_8() -> None:
+    assert aspect_shapes(64) == [(88, 48), (72, 56), (64, 64), (56, 72), (48, 88)]
+    assert len(aspect_shapes(224)) == 7
+    for size in (1, 8, 28, 64, 224):
+        for shape in aspect_shapes(size):
+            assert all(side % 8 == 0 and side > 0 for side in shape)
+            if size >= 28:
+                assert shape[0] * shape[1] == pytest.approx(size * size, rel=0.32)
+
+
+def test_an_image_is_of_the_group_nearest_to_its_shape_and_resized_to_it(tmp_path: Path) -> None:
+    from PIL import Image
+
+    sizes = {"wide": (160, 90), "tall": (60, 80), "square": (50, 51), "strip": (300, 20)}
+    for name, size in sizes.items():
+        for number in range(2):
+            (tmp_path / name).mkdir(exist_ok=True)
+            Image.new("RGB", size, (200, 10, 10)).save(tmp_path / name / f"{number}.jpg")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # to be turned by a quarter: it stands upright
+    Image.new("RGB", (80, 60), (200, 10, 10)).save(tmp_path / "tall" / "1.jpg", exif=turned)
+
+    config = folder_config(tmp_path, sampler="aspect-grouped", image_channels=1, val_fraction=0.5)
+    config = config.model_copy(update={"image_size": 64})
+    check_data(config)
+    splits = load_splits(config)
+    assert splits.info.shapes == tuple(aspect_shapes(64))
+    for images in (splits.train, splits.val):
+        shapes = [tuple(images.images(np.array([i])).shape) for i in range(4)]
+        assert shapes == [(1, 1, 64, 64), (1, 1, 48, 88), (1, 1, 72, 56), (1, 1, 48, 88)]  # square, strip, tall, wide
+    canvas = on_one_canvas(splits.val, np.arange(4))
+    assert canvas.shape == (4, 1, 72, 88)
+    assert (canvas > 0).sum(dim=(1, 2, 3)).tolist() == [64 * 64, 48 * 88, 72 * 56, 48 * 88]
+    assert on_one_canvas(splits.val, np.array([], np.int64)).shape[0] == 0
+
+
 def test_an_image_is_cropped_at_its_centre(tmp_path: Path) -> None:
     from PIL import Image
 
     pixels = np.zeros((8, 16, 3), np.uint8)
     pixels[:, 4:12] = 200  # the centre square
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    image = ImageFiles([tmp_path / "a.png"], np.array([0]), 8, 3).images(np.array([0]))[0]
+    image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 3).images(np.array([0]))[0]
     assert image.unique().tolist() == [200]
 
 

@@ -1,5 +1,7 @@
 """Networks by name, fitted to the data."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,15 @@ def test_pretrained_weights_keep_all_but_the_class_layer(monkeypatch: pytest.Mon
     grey = torch.rand(1, 1, 32, 32)
     expected = nn.functional.conv2d(grey.expand(1, 3, 32, 32), source["conv1.weight"], stride=2, padding=3)
     torch.testing.assert_close(network.get_submodule("conv1")(grey), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_one_shape_is_refused_images_of_several() -> None:
+    several = dataclasses.replace(info(3, 32), shapes=((32, 32), (24, 40)))
+    config = Config(model="resnet18", dataset="tests.common:tiny_splits", sampler="aspect-grouped")
+    build_model(config, several)
+    for model in ("mnist-cnn", "vit_b_16", "tests.common:PlainNet"):
+        with pytest.raises(BadInput, match=r"3x24x40: .*--sampler aspect-grouped needs one that takes images of any"):
+            build_model(config.model_copy(update={"model": model}), several)
 
 
 def test_unknown_weights_are_listed() -> None:

@@ -1,0 +1,96 @@
+"""Whole runs on images of mixed shapes, and on some that cannot be read."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from torch import nn
+
+from app.config import Config
+from app.errors import BadInput
+from app.evaluate import main as evaluate
+from app.fit import fit
+
+pytestmark = [
+    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.filterwarnings("ignore"),  # ray's, mlflow's and alembic's own
+]
+
+
+def any_shape_net(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """Takes images of any height and width."""
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes)
+    )
+
+
+def write_mixed_shapes(root: Path, count: int) -> None:
+    """Dark and light noise, images of four shapes in each class."""
+    generator = np.random.default_rng(1)
+    for name, light in (("dark", 0), ("light", 100)):
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            width, height = ((40, 40), (60, 40), (32, 64), (90, 45))[number % 4]
+            pixels = generator.integers(light, light + 156, (height, width, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number:03d}.png")
+
+
+def config(tmp_path: Path, **settings) -> Config:
+    images = {"dataset": "image-folder", "data_dir": str(tmp_path / "images"), "image_size": 32, "loader_workers": 0}
+    run = {"output_dir": str(tmp_path / "runs"), "num_workers": 2, "cpus_per_worker": 0.5, "batch_size": 7}
+    return Config(**{**images, **run, "lr": 0.02, "schedule": "constant", "tracking_uri": "none", **settings})
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_batches_of_one_shape_each_train_and_are_measured_exactly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed_shapes(tmp_path / "images", 30)
+    settings = {"run_name": "mixed", "sampler": "aspect-grouped", "model": "tests.integration.test_data:any_shape_net"}
+    summary, exit_code = fit(config(tmp_path, epochs=4, **settings))
+    assert (exit_code, summary.status, summary.samples_seen) == (0, "finished", 4 * 54)
+    capsys.readouterr()
+    assert evaluate([str(tmp_path / "runs" / "mixed"), "--split", "val"]) == 0
+    found = last_line(capsys)
+    assert found["num_samples"] == 6
+    assert found["metrics"]["val/accuracy"] == summary.metrics["val/accuracy"]
+    assert found["metrics"]["val/loss"] == pytest.approx(summary.metrics["val/loss"], rel=1e-5)
+
+    # A step number means other samples once an image has another shape.
+    for path in (tmp_path / "images" / "dark").iterdir():
+        Image.new("RGB", (40, 80)).save(path)
+    with pytest.raises(BadInput, match="was trained on samples in another order"):
+        fit(config(tmp_path, epochs=5, **settings))
+
+
+def test_unreadable_images_are_skipped_named_and_recorded_until_they_are_too_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed_shapes(tmp_path / "images", 20)
+    bad = [tmp_path / "images" / name for name in ("dark/003.png", "light/002.png", "light/010.png")]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:2000])  # their headers are good
+    model = "tests.integration.test_data:any_shape_net"
+    settings = {"model": model, "epochs": 2, "batch_size": 8, "in_memory_mb": 0}
+    summary, exit_code = fit(config(tmp_path, run_name="some", max_bad_samples=3, **settings))
+    assert (exit_code, summary.status) == (0, "finished")
+    assert 2 * 33 <= summary.samples_seen < 2 * 36
+    output = capsys.readouterr().out
+    recorded = (tmp_path / "runs" / "some" / "tracking" / "bad_samples.txt").read_text()
+    for path in bad:
+        assert output.count(f"skipping a sample: {path} is no readable image") == 1
+        assert recorded.count(str(path)) == 1
+    assert evaluate([str(tmp_path / "runs" / "some"), "--split", "train"]) == 0
+    found = last_line(capsys)
+    assert found["num_samples"] * 2 == summary.samples_seen
+    assert len(found["unreadable"]) == 36 - found["num_samples"]
+
+    too_many, exit_code = fit(config(tmp_path, run_name="many", max_bad_samples=1, **settings))
+    assert (exit_code, too_many.status) == (1, "failed")
+    assert too_many.error is not None
+    assert "--max-bad-samples 1: 2 samples of epoch 1, up to step" in too_many.error
