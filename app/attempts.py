@@ -13,7 +13,7 @@ from typing import Any, cast
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
-from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from app.cluster import Cluster
 from app.config import Config
@@ -200,9 +200,10 @@ class TellFailures(UserCallback):
 
 
 def why(error: TrainingFailedError) -> str:
-    """A failed attempt in a line or two. One worker's death makes the others fail: the dead are named first."""
+    """A failed attempt in a line. One worker's death makes the others fail: the dead are named first."""
     if not isinstance(error, WorkerGroupError):
-        return str(error).strip()
+        cause = error.controller_failure if isinstance(error, ControllerError) else error
+        return f"the workers could not be started: one {_why_a_worker(cause)[0]}"
     told = {rank: _why_a_worker(failure) for rank, failure in sorted(error.worker_failures.items())}
     deaths = {rank: text for rank, (text, is_death) in told.items() if is_death}
     return "; ".join(f"rank {rank} {text}" for rank, text in (deaths or {r: t for r, (t, _) in told.items()}).items())
@@ -215,7 +216,7 @@ def _why_a_worker(failure: Exception) -> tuple[str, bool]:
 
     cause = failure.health_check_failure if isinstance(failure, WorkerHealthCheckFailedError) else failure
     text = str(cause)
-    if isinstance(cause, OutOfMemoryError) or "OutOfMemory" in text or "memory pressure" in text:
+    if isinstance(cause, OutOfMemoryError) or "OutOfMemory" in text or "low on memory" in text:
         return f"was killed because its node ran out of memory; {LESS_MEMORY}", True
     if isinstance(cause, NodeDiedError):
         return "was lost with its node", True

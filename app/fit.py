@@ -74,6 +74,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
         display,
         connected(config, verbose) as cluster,
     ):
+        interrupt.listen()
         for note in cluster.notes:
             display.event(note)
         remove_leftovers(config)

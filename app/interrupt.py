@@ -16,10 +16,15 @@ class Interrupt:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        """To be called again after ray.init(), which puts a handler of its own in the place of SIGTERM's."""
         if threading.current_thread() is threading.main_thread():  # only there can they be caught
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._caught)
-        return self
+                before = signal.signal(number, self._caught)
+                self._before.setdefault(number, before)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._before.items():

@@ -30,10 +30,10 @@ LENGTHS = {"schedule": "constant", "max_steps": 16}
 
 @pytest.fixture(scope="module")
 def sixteen_steps(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with checkpoints after 4, 8, 12 and 16 steps."""
+    """The folder of a run with checkpoints after 8, 12 and 16 steps, and the best."""
     run = Fit(slow_config(tmp_path_factory.mktemp("prepared"), **LENGTHS))
     assert run.result()[1] == 0
-    assert [path.name[-2:] for path in run.checkpoints()] == ["04", "08", "12", "16"]
+    assert [path.name[-2:] for path in run.checkpoints()][-3:] == ["08", "12", "16"]
     return run.folder
 
 

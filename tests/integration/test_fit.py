@@ -102,7 +102,7 @@ def test_a_run_trains_tracks_evaluates_and_is_resumed_longer_on_other_workers(
 
 
 def interrupted(tmp_path: Path, settings: Config, at_step: int) -> subprocess.CompletedProcess[str]:
-    """The command as a person starts it, and Ctrl-C once its records have come to a step."""
+    """The command as a person starts it, and SIGTERM once its records have come to a step."""
     (tmp_path / "settings.yaml").write_text(to_yaml(settings))
     argv = [sys.executable, "-m", "app.train", "--config", str(tmp_path / "settings.yaml")]
     spool = tmp_path / "runs" / str(settings.run_name) / "tracking"
@@ -112,7 +112,7 @@ def interrupted(tmp_path: Path, settings: Config, at_step: int) -> subprocess.Co
                 recorded(tmp_path, str(settings.run_name), "train/loss") if (spool / "records.jsonl").exists() else []
             )
             if steps and steps[-1][0] >= at_step:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)
                 break
             time.sleep(0.05)
         stdout, stderr = process.communicate()
@@ -122,7 +122,7 @@ def interrupted(tmp_path: Path, settings: Config, at_step: int) -> subprocess.Co
 def test_interrupted_mid_epoch_and_resumed_it_is_the_run_that_was_never_interrupted(tmp_path: Path) -> None:
     long = {"num_workers": 2, "epochs": 100, "model": "tests.integration.test_fit:slow_net", "tracking_uri": "none"}
     done = interrupted(tmp_path, config(tmp_path, run_name="stopped", **long), at_step=8)
-    assert done.returncode == 130, done.stderr
+    assert done.returncode == 143, done.stderr
     assert "Traceback" not in done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["status"] == "killed"
