@@ -18,9 +18,13 @@ class TrainingFailed(Exception):
     """Training ran and could not go on. Exit code 1."""
 
 
-class TooManyBadSamples(TrainingFailed):
-    """More samples could not be read than --max-bad-samples allows. Raised on every rank at the same step."""
+class FailedTogether(TrainingFailed):
+    """Raised on every rank at the same step: none waits for another."""
 
 
-class NonFiniteLoss(TrainingFailed):
-    """The loss became NaN or infinite. Raised on every rank at the same step, before the update."""
+class TooManyBadSamples(FailedTogether):
+    """More samples could not be read than --max-bad-samples allows."""
+
+
+class NonFiniteLoss(FailedTogether):
+    """The loss became NaN or infinite. Raised before the update."""

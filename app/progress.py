@@ -44,6 +44,8 @@ class Display:
     def show(self, live: Live | None) -> None:
         now = time.monotonic()
         if live is None:
+            if self._first_step is not None:  # these are other workers
+                self._began, self._first_step = now, None
             self.waiting(f"starting workers, {now - self._began:.0f} s")
             return
         if self._first_step is None:

@@ -22,7 +22,7 @@ from app.data.loader import Batch
 from app.data.sampling import Order, Schedule, build_order, build_schedule
 from app.data.splits import Splits, load_splits
 from app.distributed import any_rank, current_world, from_rank_zero
-from app.errors import BadInput, NonFiniteLoss, TooManyBadSamples, TrainingFailed, plain_message
+from app.errors import BadInput, FailedTogether, NonFiniteLoss, TrainingFailed, plain_message
 from app.loop import Training, evaluate, refuse_unreadable, train
 from app.metrics import Evaluation, Window
 from app.models.build import Normalize
@@ -182,7 +182,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                     break
                 if not wants_more(config, position):
                     break
-        except (NonFiniteLoss, TooManyBadSamples) as failure:  # on every rank at the same step
+        except FailedTogether as failure:
             status, error = "failed", str(failure)
 
     # at the end: test the best weights
@@ -193,7 +193,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         try:
             metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
             reporter.metrics(position.step, metrics)
-        except TooManyBadSamples as failure:  # on every rank
+        except FailedTogether as failure:
             status, error = "failed", str(failure)
     reporter.flush()
     return Outcome(

@@ -27,6 +27,14 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2] == "an event"
 
 
+def test_the_time_left_is_that_of_the_workers_that_train_now(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display()
+    display.show(live(1, epoch=1))
+    display.show(None)  # they were lost
+    display.show(live(11, epoch=2))  # the first of the new ones: nothing is known of their speed yet
+    assert not capsys.readouterr().out.splitlines()[1].endswith(" left")
+
+
 def test_the_table_cuts_nothing_off(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/".join(["a-long-folder-name"] * 8)
     print_table({"best checkpoint": path})

@@ -74,6 +74,7 @@ def world_sizes(run: Command) -> list[str]:
     return [record["tags"]["world_size"] for record in records if record["kind"] == "tags"]
 
 
+@pytest.mark.ci
 def test_nodes_that_go_without_notice_and_come(
     undisturbed: Fit, cluster: Any, tmp_path: Path, figures: Figures
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_node_that_goes_with_notice(undisturbed: Fit, cluster: Any, tmp_path: 
     figures("4. A node drained with notice", outcome, lost, run.seconds_to_first_step(), recovery_s)
 
 
+@pytest.mark.ci
 def test_a_driver_that_is_killed_and_a_second_job_on_its_name(
     undisturbed: Fit, cluster: Any, tmp_path: Path, figures: Figures
 ) -> None:

@@ -65,7 +65,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("fault", DAMAGES)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=pytest.mark.ci if "6." in name else ()) for name in DAMAGES]
+)
 def test_damaged_files(
     fault: str, sixteen_steps: Path, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +99,7 @@ class FillsTheDisk(SlowNet):
         return super().forward(images) + 0 * self.ballast.sum()
 
 
+@pytest.mark.ci
 def test_a_full_disk(tmp_path: Path, figures: Figures) -> None:
     run = Fit(slow_config(tmp_path, model="tests.faults.test_storage:FillsTheDisk"))
     summary, exit_code = run.result()
@@ -119,6 +122,7 @@ class Bomb:
         return os.mkdir, (str(self.canary),)
 
 
+@pytest.mark.ci
 def test_a_malicious_pickle(sixteen_steps: Path, tmp_path: Path, figures: Figures) -> None:
     """With a manifest that fits, as who puts it there would make one."""
     config = copied(sixteen_steps, tmp_path, max_steps=20)
@@ -136,6 +140,7 @@ def test_a_malicious_pickle(sixteen_steps: Path, tmp_path: Path, figures: Figure
     figures("17. A checkpoint that is a malicious pickle", "rejected, exit 2; its code did not run")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["../up", "a/../b", "..", "a..b"])
 def test_names_that_lead_elsewhere(name: str, tmp_path: Path, figures: Figures) -> None:
     with pytest.raises(BadInput, match="--run-name"):

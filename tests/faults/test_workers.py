@@ -32,7 +32,7 @@ def undisturbed(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Fi
     return run
 
 
-@pytest.mark.parametrize("how_many", ["one worker", "all workers"])
+@pytest.mark.parametrize("how_many", [pytest.param("one worker", marks=pytest.mark.ci), "all workers"])
 def test_killed_workers(
     how_many: str, undisturbed: Fit, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +91,7 @@ class Failing(SlowNet):
         return super().forward(images)
 
 
+@pytest.mark.ci
 def test_a_rank_that_hangs(undisturbed: Fit, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture) -> None:
     run = Fit(slow_config(tmp_path, model="tests.faults.test_workers:Hanging", hang_timeout_s=8))
     summary, exit_code = run.result()

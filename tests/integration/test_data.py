@@ -1,4 +1,4 @@
-"""Whole runs on images of mixed shapes, and on some that cannot be read."""
+"""A whole run on images of mixed shapes."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,6 @@ from PIL import Image
 from torch import nn
 
 from app.config import Config
-from app.errors import BadInput
 from app.evaluate import main as evaluate
 from app.fit import fit
 
@@ -60,37 +59,3 @@ def test_batches_of_one_shape_each_train_and_are_measured_exactly(
     assert found["num_samples"] == 6
     assert found["metrics"]["val/accuracy"] == summary.metrics["val/accuracy"]
     assert found["metrics"]["val/loss"] == pytest.approx(summary.metrics["val/loss"], rel=1e-5)
-
-    # A step number means other samples once an image has another shape.
-    for path in (tmp_path / "images" / "dark").iterdir():
-        Image.new("RGB", (40, 80)).save(path)
-    with pytest.raises(BadInput, match="was trained on samples in another order"):
-        fit(config(tmp_path, epochs=5, **settings))
-
-
-def test_unreadable_images_are_skipped_named_and_recorded_until_they_are_too_many(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_mixed_shapes(tmp_path / "images", 20)
-    bad = [tmp_path / "images" / name for name in ("dark/003.png", "light/002.png", "light/010.png")]
-    for path in bad:
-        path.write_bytes(path.read_bytes()[:2000])  # their headers are good
-    model = "tests.integration.test_data:any_shape_net"
-    settings = {"model": model, "epochs": 2, "batch_size": 8, "in_memory_mb": 0}
-    summary, exit_code = fit(config(tmp_path, run_name="some", max_bad_samples=3, **settings))
-    assert (exit_code, summary.status) == (0, "finished")
-    assert 2 * 33 <= summary.samples_seen < 2 * 36
-    output = capsys.readouterr().out
-    recorded = (tmp_path / "runs" / "some" / "tracking" / "bad_samples.txt").read_text()
-    for path in bad:
-        assert output.count(f"skipping a sample: {path} is no readable image") == 1
-        assert recorded.count(str(path)) == 1
-    assert evaluate([str(tmp_path / "runs" / "some"), "--split", "train"]) == 0
-    found = last_line(capsys)
-    assert found["num_samples"] * 2 == summary.samples_seen
-    assert len(found["unreadable"]) == 36 - found["num_samples"]
-
-    too_many, exit_code = fit(config(tmp_path, run_name="many", max_bad_samples=1, **settings))
-    assert (exit_code, too_many.status) == (1, "failed")
-    assert too_many.error is not None
-    assert "--max-bad-samples 1: 2 samples of epoch 1, up to step" in too_many.error
