@@ -27,7 +27,7 @@ class VerySlowNet(SlowNet):
     calls = 0
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.calls += self.training
         if self.calls == 2:
             time.sleep(30)
         return super().forward(images)
