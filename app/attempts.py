@@ -11,8 +11,10 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from app.cluster import Cluster
@@ -33,19 +35,34 @@ def train(config: Config, cluster: Cluster, tracker: Any, display: Display, inte
     """Train to the end, or until it is interrupted or fails for good."""
     screen = Screen(tracker, display)
     elastic = config.max_workers > config.min_workers
-    failures_left = config.max_failures
+    failed_starts = 0
     while True:
         num_workers = wait_for_places(config, cluster, screen, interrupt)
         if num_workers == 0:
             return Outcome("killed")
         ray.get(tracker.start_attempt.remote(num_workers, elastic))
-        # Ray would wait for the number of workers it had: an elastic run is looked at again here.
-        outcome = attempt(config, cluster, num_workers, 0 if elastic else failures_left, tracker, screen, interrupt)
-        lost_workers = outcome.status == "failed" and outcome.retry
-        if lost_workers and elastic and failures_left > 0:
-            failures_left -= 1
-        elif outcome.status != "paused":
-            return outcome
+        failures_left = config.max_failures - failed_starts - screen.update().failures
+        budget = FailureConfig(
+            # Ray waits for the number of workers it had: what an elastic run goes on with is decided here.
+            max_failures=0 if elastic else failures_left,
+            max_preemption_failures=0 if elastic else -1,
+            # It also starts for ever what cannot be started.
+            controller_failure_limit=0,
+        )
+        try:
+            outcome = attempt(config, cluster, num_workers, budget, tracker, screen, interrupt)
+        except TrainingFailedError as error:
+            if known := ray.get(tracker.failure.remote()):
+                return Outcome("failed", error=known[0], exit_code=known[1])
+            no_room = isinstance(error, ControllerError) and isinstance(
+                error.controller_failure, WorkerGroupStartupTimeoutError
+            )
+            failed_starts += isinstance(error, ControllerError) and not no_room
+            if failed_starts + screen.update().failures > config.max_failures:
+                return Outcome("failed", error=f"training failed: {why(error)}", exit_code=1)
+        else:
+            if outcome.status != "paused":
+                return outcome
 
 
 class Screen:
@@ -68,7 +85,8 @@ class Screen:
 
 def wait_for_places(config: Config, cluster: Cluster, screen: Screen, interrupt: Interrupt) -> int:
     """The number of workers to start: as many as there is room for, at least the least. 0: interrupted."""
-    places = Places(config.max_workers, resources_per_worker(config, cluster))
+    resources = resources_per_worker(config, cluster)
+    places = Places(config.max_workers, resources)
     began, told = time.monotonic(), False
     try:
         while not interrupt.count:
@@ -78,10 +96,8 @@ def wait_for_places(config: Config, cluster: Cluster, screen: Screen, interrupt:
                 return ready
             if not told and time.monotonic() - began > 10:
                 told = True
-                screen.event(
-                    f"waiting for room for {config.min_workers} workers with {config.cpus_per_worker:g} CPUs each: "
-                    f"there is room for {ready} now"
-                )
+                each = " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
+                screen.event(f"waiting for room for {config.min_workers} workers of {each}: there is room for {ready}")
             time.sleep(LOOK_EVERY_S)
         return 0
     finally:
@@ -96,12 +112,15 @@ def attempt(
     config: Config,
     cluster: Cluster,
     num_workers: int,
-    max_failures: int,
+    budget: FailureConfig,
     tracker: Any,
     screen: Screen,
     interrupt: Interrupt,
 ) -> Outcome:
-    """Run Ray Train in a thread; meanwhile show its progress, hear signals and watch the cluster."""
+    """Run Ray Train in a thread; meanwhile show its progress, hear signals and watch the cluster.
+
+    Raises Ray's TrainingFailedError.
+    """
     trainer = TorchTrainer(
         train_loop_per_worker,
         train_loop_config={"config": config.model_dump(), "tracker": tracker},
@@ -115,7 +134,7 @@ def attempt(
         run_config=RunConfig(
             name=config.run_name,
             storage_path=config.output_dir,
-            failure_config=FailureConfig(max_failures=max_failures),
+            failure_config=budget,
             callbacks=[TellFailures(tracker)],
         ),
     )
@@ -124,17 +143,13 @@ def attempt(
     def work() -> None:
         try:
             training.set_result(cast(Outcome, trainer.fit().return_value))
-        except TrainingFailedError as error:
-            known = ray.get(tracker.failure.remote())
-            message, exit_code = known or (f"training failed: {why(error)}", 1)
-            training.set_result(Outcome("failed", error=message, exit_code=exit_code, retry=known is None))
         except BaseException as error:  # raised again where the result is asked for
             training.set_exception(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     watch = ClusterWatch(config, cluster, num_workers)
-    told = False
+    told = ""
     try:
         while True:
             ended = not thread.is_alive()
@@ -145,13 +160,13 @@ def attempt(
                 tracker.request_stop.remote("killed")  # again and again: a restarted Tracker has forgotten it
                 if progress.live is None or interrupt.count > 1:  # there is nothing new to save
                     return Outcome("killed")
-                if not told:
-                    told = True
+                if told != "killed":
+                    told = "killed"
                     screen.event("stopping after a checkpoint; once more to leave at once")
-            elif progress.live is not None and (reason := watch.reason_to_pause(progress.nodes)):
+            elif reason := watch.reason_to_pause(progress):
                 tracker.request_stop.remote("paused")
-                if not told:
-                    told = True
+                if told != "paused":
+                    told = "paused"
                     screen.event(f"{reason}: starting the workers anew after a checkpoint")
             thread.join(LOOK_EVERY_S)
     finally:
@@ -165,28 +180,40 @@ class ClusterWatch:
         self._resize_after_s = config.resize_after_s
         self._wanted, self._resources = config.max_workers - num_workers, resources_per_worker(config, cluster)
         self._more: Places | None = None
+        self._nodes: frozenset[str] = frozenset()
         self._training_since = self._looked_at = 0.0
 
-    def reason_to_pause(self, nodes: frozenset[str]) -> str | None:
-        """nodes: the ids of those the workers run on. Called while they make steps."""
+    def reason_to_pause(self, progress: Progress) -> str | None:
         now = time.monotonic()
-        if self._more is None:
-            # Not before the workers have their places: these would take them. They stay as long as the
-            # attempt: so the cluster is asked for more, and says that it has it.
-            self._more, self._training_since = Places(self._wanted, self._resources), now
-        if now - self._looked_at < CLUSTER_EVERY_S:
+        if progress.live is None:  # Ray starts the workers again, and needs the places itself
+            self.close()
+            self._nodes, self._training_since = frozenset(), 0.0
+            return None
+        self._nodes |= progress.nodes  # a Tracker that was restarted has forgotten them
+        self._training_since = self._training_since or now
+        if now - self._looked_at < CLUSTER_EVERY_S or progress.live["step"] == progress.live["total_steps"]:
             return None
         self._looked_at = now
-        if going := draining_nodes() & nodes:
-            return f"{len(going)} of {len(nodes)} nodes with workers {'is' if len(going) == 1 else 'are'} to go"
+        try:
+            return self._why_now(now - self._training_since)
+        except Exception:  # whatever a cluster raises that does not answer: the next time it may
+            return None
+
+    def _why_now(self, training_s: float) -> str | None:
+        if going := draining_nodes() & self._nodes:
+            return f"{len(going)} of {len(self._nodes)} nodes with workers {'is' if len(going) == 1 else 'are'} to go"
+        if training_s < self._resize_after_s:
+            return None
+        if self._more is None:
+            # They stay as long as the attempt: so the cluster is asked for more, and says that it has it.
+            self._more = Places(self._wanted, self._resources)
         more = self._more.ready()
-        if more and self._more.settled() and now - self._training_since >= self._resize_after_s:
-            return f"there is room for {more} more worker{'s' * (more > 1)}"
-        return None
+        return f"there is room for {more} more worker{'s' * (more > 1)}" if more and self._more.settled() else None
 
     def close(self) -> None:
         if self._more is not None:
             self._more.release()
+            self._more = None
 
 
 class TellFailures(UserCallback):
@@ -196,7 +223,8 @@ class TellFailures(UserCallback):
         self._tracker = tracker
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        self._tracker.workers_lost.remote(why(WorkerGroupError("", worker_exceptions)))
+        counts = not any(_is_preempted(failure) for failure in worker_exceptions.values())
+        self._tracker.workers_lost.remote(why(WorkerGroupError("", worker_exceptions)), counts)
 
 
 def why(error: TrainingFailedError) -> str:
@@ -211,17 +239,25 @@ def why(error: TrainingFailedError) -> str:
 
 def _why_a_worker(failure: Exception) -> tuple[str, bool]:
     """What happened to a worker, and whether its process died, rather than the training in it."""
-    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
-    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
-
-    cause = failure.health_check_failure if isinstance(failure, WorkerHealthCheckFailedError) else failure
-    text = str(cause)
+    cause = _cause(failure)
+    text = str(cause).strip()
+    last_line = (text.splitlines() or [type(cause).__name__])[-1]
     if isinstance(cause, OutOfMemoryError) or "OutOfMemory" in text or "low on memory" in text:
         return f"was killed because its node ran out of memory; {LESS_MEMORY}", True
     if isinstance(cause, NodeDiedError):
         return "was lost with its node", True
-    if "third_party/gloo" in text or "NCCL" in text:
+    if "third_party/gloo" in text:
         return "lost the connection to another worker", False
     if isinstance(cause, RayActorError):
         return "died: its process was killed or crashed", True
-    return "failed: " + (text.strip().splitlines() or [type(cause).__name__])[-1], False
+    return f"failed: {last_line}", False
+
+
+def _cause(failure: Exception) -> Exception:
+    return failure.health_check_failure if isinstance(failure, WorkerHealthCheckFailedError) else failure
+
+
+def _is_preempted(failure: Exception) -> bool:
+    """Whether the worker died because its node was taken away: no failure of the run."""
+    cause = _cause(failure)
+    return isinstance(cause, RayActorError) and cause.preempted

@@ -29,7 +29,7 @@ from app.metrics import Window
 from app.runs import checkpoint_name, checkpoint_names, step_of
 from app.storage import Storage
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MODEL, TRAINER, STATE, MANIFEST = "model.safetensors", "trainer.pt", "state.json", "manifest.json"
 
 
@@ -281,7 +281,10 @@ def _read_folder(folder: Path, path: str) -> Checkpoint:
 
     state = json.loads((folder / STATE).read_text())
     if state["format_version"] != FORMAT_VERSION:
-        raise BadInput(f"{path} has format {state['format_version']}, this version reads {FORMAT_VERSION}: upgrade")
+        raise BadInput(
+            f"{path} has format {state['format_version']}, and this version reads {FORMAT_VERSION}: "
+            "use the version that wrote it"
+        )
     return Checkpoint(
         path=path,
         config=Config(**state["config"]),

@@ -62,7 +62,7 @@ def _values_of(argv: Sequence[str], flag: str) -> list[str]:
 def run_main(main: Callable[[Sequence[str]], int]) -> None:
     """Run a command's main and exit with its code; an error that a person is meant to read is one line."""
     # A line at a time also when stdout is a file or a job's log.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper here
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper here
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         code = main(sys.argv[1:])
@@ -74,5 +74,9 @@ def run_main(main: Callable[[Sequence[str]], int]) -> None:
         code = 1
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
+    except SystemExit as error:
+        if error.code != signal.SIGTERM:
+            raise
+        code = 128 + signal.SIGTERM  # Ray's own handler exits so while it starts
     sys.stdout.flush()
     sys.exit(code)

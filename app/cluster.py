@@ -28,8 +28,9 @@ class Cluster:
 def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
     """Connect to Ray, check that the run fits, and disconnect at the end. Raises BadInput."""
     address = os.environ.get("RAY_ADDRESS")
-    os.environ.update(_settings(embedded=address is None))
+    set_environment()
     import ray
+    import ray._private.worker as messages
 
     notes: list[str] = []
     options: dict[str, Any] = {"logging_level": logging.INFO if verbose else logging.ERROR, "log_to_driver": verbose}
@@ -49,11 +50,10 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
             ray.init(address=address, **options)
         except (OSError, ValueError, RuntimeError) as error:
             raise BadInput(f"RAY_ADDRESS {address}: no cluster answers there: {error}") from None
-    if not verbose:
+    print_messages = messages.print_to_stdstream
+    if not verbose and not already_connected:
         # Ray prints what it calls errors on stdout, whatever log_to_driver says: pages of a raylet's log
         # where a node goes. What it means for the run is told by attempts.py.
-        import ray._private.worker as messages
-
         messages.print_to_stdstream = lambda *args, **kwargs: None
     try:
         use_gpu = check_fits(config)
@@ -63,23 +63,26 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
     finally:
         if not already_connected:
             ray.shutdown()
+            messages.print_to_stdstream = print_messages
 
 
-def _settings(embedded: bool) -> dict[str, str]:
-    """Ray's environment settings, without those that the user has set."""
+def set_environment() -> None:
+    """Ray's settings in the environment, but for those that the user has set there."""
     settings = {
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else Ray makes a second environment for its workers
         # Polls of the workers' health: also how soon a dead worker or the end is noticed.
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers find the user's modules where the command was started
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # then attempts.py looks how many have room
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # attempts.py watches: Ray's is an actor, heard through a barrier
     }
-    if embedded:
+    if "RAY_ADDRESS" not in os.environ:
         settings |= {
             "RAY_TRAIN_METRICS_ENABLED": "0",  # nothing scrapes them
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-    return {name: value for name, value in settings.items() if name not in os.environ}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
 def check_fits(config: Config) -> bool:

@@ -85,7 +85,7 @@ class Config(BaseModel):
         60.0, "cluster", "Seconds that an elastic run trains before it takes up more workers.", effect="free", ge=0
     )
     cpus_per_worker: float = setting(
-        1.0, "cluster", "CPU cores reserved for each worker; fractions are allowed.", effect="free", gt=0
+        1.0, "cluster", "CPU cores reserved for each worker; fractions are allowed.", effect="free", ge=0.01
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "cluster", "auto takes a GPU for each worker when the cluster has one.", effect="free"
@@ -110,9 +110,10 @@ class Config(BaseModel):
     hang_timeout_s: float = setting(
         600.0,
         "cluster",
-        "Seconds without a step after which the workers are ended and started again.",
+        "Seconds without a step after which workers are ended and started anew; a checkpoint must be saved in less.",
         effect="free",
-        gt=0,
+        ge=1,
+        le=1e6,
     )
 
     dataset: str = setting("digits", "data", f"{', '.join(DATASETS)}, or package.module:callable for your own.")
@@ -417,7 +418,7 @@ def load_yaml(path: str) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(), Loader=_yaml_loader())
     except OSError as error:
         raise BadInput(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise BadInput(f"--config {path} is no YAML: {error}") from None
     values = {} if values is None else values  # an empty file, or one of comments
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
@@ -436,13 +437,14 @@ def _yaml_loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value]
+            seen = set()
             for key, _ in node.value:
-                if keys.count(key.value) > 1:
+                if key.value in seen:
                     raise yaml.YAMLError(f"{key.value} is given twice (line {key.start_mark.line + 1})")
+                seen.add(key.value)
             return super().construct_mapping(node, deep)
 
-    integer = re.compile(r"[-+]?[0-9][0-9_]*$")
+    integer = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")  # 010 is 8 in YAML 1.1, and 08 no number at all
     Loader.yaml_implicit_resolvers = {
         first: [(tag, integer if tag == "tag:yaml.org,2002:int" else regexp) for tag, regexp in pairs]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from app.cluster import Cluster, connected
+from app.cluster import Cluster, connected, set_environment
 from app.config import CALLABLE, Config, to_yaml
 from app.data.splits import check_data
 from app.deliver import Target, deliver, without_credentials
@@ -55,17 +55,15 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     tracking_uri = None if config.tracking_uri == "none" else config.tracking_uri
     # From here on the config is written down and sent around: passwords stay here.
     config = config.model_copy(update={"tracking_uri": without_credentials(config.tracking_uri or "")})
-    run = open_run(config)
-    if run.status == "finished" and run.summary is not None:
-        longer = "" if config.schedule in LENGTH_DEPENDENT_SCHEDULES else "raise --epochs to go on, or "
-        display.event(f"run {config.run_name} is finished; {longer}choose another --run-name to start afresh")
-        return run.summary, 0
+    if done := finished_before(config, display):
+        return done, 0
     check_data(config)
     if CALLABLE.fullmatch(config.model):
         find_callable("--model", config.model)
     run_storage(config).check_writable()
     display.event(f"run {config.run_name} in {run_storage(config).root}")
 
+    set_environment()  # before the first import of ray, which reads it
     # torch takes seconds to import: beside Ray's start, not after it.
     threading.Thread(target=importlib.import_module, args=("app.attempts",), daemon=True).start()
     with (
@@ -75,10 +73,12 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
         connected(config, verbose) as cluster,
     ):
         interrupt.listen()
+        if done := finished_before(config, display):  # by the job that held its name until now
+            return done, 0
         for note in cluster.notes:
             display.event(note)
         remove_leftovers(config)
-        write_run(run)
+        write_run(open_run(config))
         tracker = start_tracker(config, tracking_uri)
         tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
         from ray.exceptions import RayError
@@ -87,7 +87,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
 
         try:
             outcome = train(config, cluster, tracker, display, interrupt)
-            summary = finish(config, outcome, tracker, display)
+            summary = finish(config, outcome, tracker, display, interrupt)
         except RayError as error:  # not a worker's, which Ray Train handles: the Tracker's, which is on this node
             close_without_tracker(config, tracking_uri)
             raise TrainingFailed(
@@ -100,6 +100,16 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     if outcome.exit_code == 2:
         raise BadInput(outcome.error or "")
     return summary, 128 + interrupt.signal if interrupt.count and summary.status == "killed" else outcome.exit_code
+
+
+def finished_before(config: Config, display: Display) -> Summary | None:
+    """Its summary, if the run has nothing left to do. Raises BadInput for settings that are not the run's."""
+    run = open_run(config)
+    if run.status != "finished" or run.summary is None:
+        return None
+    longer = "" if config.schedule in LENGTH_DEPENDENT_SCHEDULES else "raise --epochs to go on, or "
+    display.event(f"run {config.run_name} is finished; {longer}choose another --run-name to start afresh")
+    return run.summary
 
 
 def close_without_tracker(config: Config, tracking_uri: str | None) -> None:
@@ -168,7 +178,7 @@ def as_far_as_saved(config: Config, outcome: "Outcome") -> "Outcome":
     )
 
 
-def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display) -> Summary:
+def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display, interrupt: Interrupt) -> Summary:
     """Close the MLflow run, wait for its records to be delivered, and write down how the run ended."""
     import ray
 
@@ -180,7 +190,7 @@ def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display) -
         now = time.monotonic()
         display.waiting(f"writing the rest to MLflow, {now - began:.0f} s")
         unreachable_since = unreachable_since if state.error else now
-        if state.all_sent or now - began > DELIVERY_S or now - unreachable_since > UNREACHABLE_S:
+        if interrupt.count > 1 or state.all_sent or now - began > DELIVERY_S or now - unreachable_since > UNREACHABLE_S:
             break
         time.sleep(LOOK_EVERY_S)
     if not state.all_sent:

@@ -5,7 +5,9 @@ import fcntl
 import json
 import os
 import secrets
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -40,6 +42,8 @@ def _locked(folder: Path, run_name: str, me: str) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise _refusal(run_name, file.read().strip() or "another process") from None
+        except OSError as error:
+            raise BadInput(f"--output-dir: {folder} cannot be locked ({error.strerror}); choose another one") from None
         file.truncate(0)
         file.write(me + "\n")
         file.flush()
@@ -64,16 +68,23 @@ def _noted(storage: Storage, run_name: str, me: str) -> Iterator[None]:
             raise _refusal(run_name, _holder(now))
         found = now
     mine = write()
-    time.sleep(RENEW_S / 10)
+    time.sleep(RENEW_S / 2)
     if (now := note()) != mine:  # two came at the same moment, and the other one was later
         raise _refusal(run_name, _holder(now))
 
     ended = threading.Event()
 
     def renew() -> None:
+        nonlocal mine
         while not ended.wait(RENEW_S):
-            with contextlib.suppress(OSError):  # the store does not answer: the next time it may
-                write()
+            try:
+                if (now := note()) not in (mine, None):
+                    print(f"--run-name {run_name} has been taken over by {_holder(now)}: stopping", file=sys.stderr)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+                mine = write()
+            except Exception as error:  # the store does not answer: the next time it may
+                print(f"{storage.uri(LOCK)} could not be renewed ({error})", file=sys.stderr)
 
     thread = threading.Thread(target=renew, name="lock", daemon=True)
     thread.start()
@@ -82,8 +93,9 @@ def _noted(storage: Storage, run_name: str, me: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        with contextlib.suppress(OSError):
-            storage.delete(LOCK)
+        with contextlib.suppress(OSError):  # a note that stays is stale soon
+            if note() == mine:
+                storage.delete(LOCK)
 
 
 def _holder(note: bytes | None) -> str:

@@ -25,7 +25,12 @@ class Places:
         from ray.util.placement_group import placement_group_table
 
         table: dict[str, Any] = placement_group_table()
-        ready = sum(table.get(group.id.hex(), {}).get("state") == "CREATED" for group in self._groups)
+        going = draining_nodes()
+        ready = 0
+        for group in self._groups:
+            entry = table.get(group.id.hex(), {})
+            stays = not going & set(entry.get("bundles_to_node_id", {}).values())
+            ready += entry.get("state") == "CREATED" and stays
         if ready != self._ready:
             self._ready, self._changed_at = ready, time.monotonic()
         return ready

@@ -48,8 +48,12 @@ class Reporter:
         self._watchdog.close()
 
     def alive(self) -> None:
-        """The training goes on: to be called more often than every hang_timeout_s, once it has begun."""
+        """The training goes on: to be called more often than every hang_timeout_s, from the first step on."""
         self._watchdog.alive()
+
+    def rest(self) -> None:
+        """Until alive() is called again, nothing is to be expected."""
+        self._watchdog.rest()
 
     def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -108,7 +112,8 @@ class Reporter:
 
     def _poll_stop(self) -> None:
         while not self._closed.wait(STOP_POLL_S):
-            self.stop = ray.get(self._tracker.stop_requested.remote())
+            # A Tracker that was restarted has forgotten it.
+            self.stop = ray.get(self._tracker.stop_requested.remote()) or self.stop
 
     def _sample_system(self) -> None:
         import torch

@@ -40,12 +40,13 @@ class Live(TypedDict):
 @dataclass(frozen=True)
 class Progress:
     """Where the run stands; live is None while no worker trains. events: those that were not seen yet, of
-    events_seen in all. nodes: the ids of those that workers run on."""
+    events_seen in all. nodes: the ids of those that workers run on. failures: times that workers were lost."""
 
     live: Live | None
     events: list[str]
     events_seen: int
     nodes: frozenset[str]
+    failures: int = 0
 
 
 class Tracker:
@@ -60,6 +61,7 @@ class Tracker:
         self._live: Live | None = None
         self._nodes: set[str] = set()
         self._events: list[str] = []
+        self._failures = 0
         self._stop: Stop | None = None
         self._failure: tuple[str, int] | None = None
         self._delivery = None
@@ -93,7 +95,9 @@ class Tracker:
         """Samples that are skipped: each is said and recorded once, though every epoch meets it again."""
         path = self._spool.directory / BAD_SAMPLES
         known = set(path.read_text().splitlines()) if path.exists() else set()
-        lines = dict.fromkeys(" ".join(text.split()) for text in texts)
+        # A file's name may be no UTF-8: then it is written, and known again, with its bytes spelled out.
+        plain = (text.encode("utf-8", "backslashreplace").decode() for text in texts)
+        lines = dict.fromkeys(" ".join(text.split()) for text in plain)
         if fresh := [line for line in lines if line not in known]:
             with path.open("a") as file:
                 file.writelines(line + "\n" for line in fresh)
@@ -126,8 +130,10 @@ class Tracker:
 
     # called by Ray Train's controller
 
-    def workers_lost(self, reason: str) -> None:
+    def workers_lost(self, reason: str, counts: bool) -> None:
+        """counts: as a failure, of which a run has --max-failures."""
         self._live, self._nodes = None, set()
+        self._failures += counts
         if self._failure is None:  # else it is known, and the workers were ended for it
             self.event(reason)
 
@@ -162,7 +168,7 @@ class Tracker:
         """With the events after the first events_seen."""
         # A Tracker that was restarted has fewer events than were seen.
         events = self._events[min(events_seen, len(self._events)) :]
-        return Progress(self._live, events, len(self._events), frozenset(self._nodes))
+        return Progress(self._live, events, len(self._events), frozenset(self._nodes), self._failures)
 
     def finish(self, status: str, checkpoint: str | None) -> None:
         """Record the end, with the best checkpoint as a model; delivery_state() tells when it is delivered."""

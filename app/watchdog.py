@@ -1,6 +1,7 @@
 """Ends a worker that makes no steps any more, after it has said where it stands."""
 
 import faulthandler
+import math
 import os
 import sys
 import sysconfig
@@ -35,6 +36,10 @@ class Watchdog:
             self._arm(self._timeout_s)
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
+    def rest(self) -> None:
+        """Expect nothing until alive() is called again."""
+        self._at = math.inf
+
     def close(self) -> None:
         self._closed.set()
 
@@ -43,13 +48,13 @@ class Watchdog:
             left = self._timeout_s - (time.monotonic() - self._at)
             if left < 0:
                 self._end()
-            self._arm(left)
+            self._arm(min(left, self._timeout_s))
         faulthandler.cancel_dump_traceback_later()
 
     def _arm(self, left_s: float) -> None:
-        """Where the watching thread gets no turn, since code in C holds the interpreter's lock, the stacks
-        come to the worker's log all the same; the process is ended with those of the other ranks."""
-        faulthandler.dump_traceback_later(left_s + 10 * self._interval_s, file=2)
+        """Where the watching thread gets no turn, since code in C holds the interpreter's lock, the process
+        ends all the same, with the stacks in the worker's log."""
+        faulthandler.dump_traceback_later(left_s + 10 * self._interval_s, file=2, exit=True)
 
     def _end(self) -> None:
         frames, names = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}

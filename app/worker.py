@@ -49,7 +49,7 @@ T = TypeVar("T")
 class Outcome:
     """How the training ended, or paused to go on with new workers. metrics are the best checkpoint's.
 
-    error and exit_code are set when it failed; retry: new workers may do better.
+    error and exit_code are set when it failed.
     """
 
     status: Status
@@ -61,7 +61,6 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     exit_code: int = 0
-    retry: bool = False
 
 
 class RefusedTogether(Exception):
@@ -145,6 +144,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         steps = ()
         if wants_more(config, position):
             steps = train(training, train_loader, reporter.asked_to_stop, reporter.unreadable, position.bad_samples)
+        reporter.alive()
         try:
             for result in steps:
                 reporter.alive()
@@ -186,6 +186,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
             status, error = "failed", str(failure)
 
     # at the end: test the best weights
+    reporter.rest()
     best_name = agreed_checkpoint(storage, reporter, prefer=checkpoint_name(position.best.step))
     assert best_name is not None
     metrics = position.best.metrics()

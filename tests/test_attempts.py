@@ -1,11 +1,22 @@
-"""What a person is told of workers that died."""
+"""What is told of workers that died, and when they are started anew."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
-from app.attempts import LESS_MEMORY, why
+from app import attempts
+from app.attempts import LESS_MEMORY, ClusterWatch, why
+from app.cluster import Cluster
+from app.config import Config
+from app.interrupt import Interrupt
+from app.progress import Display
+from app.tracking import Live, Progress
+from app.worker import Outcome
 
 DIED = WorkerHealthCheckFailedError("a long text", RayActorError())
 CUT_OFF = RuntimeError("[/__w/pytorch/third_party/gloo/pair.cc:545] Connection reset by peer")
@@ -32,3 +43,139 @@ def test_workers_that_could_not_be_started() -> None:
     assert why(ControllerError(OutOfMemoryError("killed"))).startswith(
         "the workers could not be started: one was killed because its node ran out of memory"
     )
+
+
+class Tracker:
+    """As much of one as train() and the screen need; a call returns what ray.get() hands through."""
+
+    def __init__(self) -> None:
+        self.state = Progress(None, [], 0, frozenset())
+        self.known: tuple[str, int] | None = None
+        self.attempts: list[int] = []
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        calls = {
+            "progress": lambda _: self.state,
+            "failure": lambda: self.known,
+            "start_attempt": lambda num_workers, _: self.attempts.append(num_workers),
+        }
+        return SimpleNamespace(remote=calls[name])
+
+
+def outcome_of(script: list[Any], monkeypatch: pytest.MonkeyPatch, tracker: Tracker, **settings: Any) -> Outcome:
+    """train() whose attempts do one after the other what the script says: return an Outcome, or raise."""
+    steps = iter(script)
+    budgets.clear()
+
+    def attempt(*args: Any) -> Outcome:
+        budgets.append(args[3].max_failures)
+        what = next(steps)
+        if isinstance(what, WorkerGroupError):  # as the Tracker is told of it
+            tracker.state = replace(tracker.state, failures=tracker.state.failures + 1)
+        if isinstance(what, Exception):
+            raise what
+        return what
+
+    monkeypatch.setattr(attempts.ray, "get", lambda value: value)
+    monkeypatch.setattr(attempts, "attempt", attempt)
+    monkeypatch.setattr(attempts, "wait_for_places", lambda config, *_: config.max_workers)
+    cluster = Cluster(use_gpu=False, num_nodes=1, notes=())
+    return attempts.train(Config(**settings), cluster, tracker, Display(), Interrupt())
+
+
+budgets: list[int] = []
+FINISHED, PAUSED = Outcome("finished"), Outcome("paused")
+LOST, UNSTARTED = WorkerGroupError("", {1: DIED}), ControllerError(RuntimeError("no such module"))
+NO_ROOM = ControllerError(WorkerGroupStartupTimeoutError(2))
+
+
+@pytest.mark.parametrize(
+    ("workers", "script", "status", "given"),
+    [
+        (2, [FINISHED], "finished", [1]),
+        (2, [PAUSED, PAUSED, FINISHED], "finished", [1, 1, 1]),  # a node that goes is no failure
+        (2, [NO_ROOM, NO_ROOM, FINISHED], "finished", [1, 1, 1]),  # nor is a cluster that is full
+        (2, [UNSTARTED, FINISHED], "finished", [1, 0]),
+        (2, [UNSTARTED, UNSTARTED, FINISHED], "failed", [1, 0]),
+        ("1:2", [LOST, FINISHED], "finished", [0, 0]),  # counted here, and not by Ray
+        ("1:2", [LOST, PAUSED, LOST, FINISHED], "failed", [0, 0, 0]),
+    ],
+)
+def test_how_often_it_is_tried_again(
+    workers: int | str, script: list[Any], status: str, given: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = Tracker()
+    outcome = outcome_of(script, monkeypatch, tracker, num_workers=workers, max_failures=1)
+    assert outcome.status == status
+    assert budgets == given
+    assert len(tracker.attempts) == len(given)
+
+
+def test_what_is_known_to_fail_again_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = Tracker()
+    tracker.known = ("no data on rank 1", 2)
+    outcome = outcome_of([LOST], monkeypatch, tracker, num_workers="1:2")
+    assert (outcome.status, outcome.error, outcome.exit_code) == ("failed", "no data on rank 1", 2)
+
+
+class Room:
+    """Stands for Places: has what it is told to have."""
+
+    has, made, released = 0, 0, 0
+
+    def __init__(self, count: int, resources: dict[str, float]):
+        Room.made += 1
+
+    def ready(self) -> int:
+        return Room.has
+
+    def settled(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        Room.released += 1
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> ClusterWatch:
+    Room.has = Room.made = Room.released = 0
+    monkeypatch.setattr(attempts, "Places", Room)
+    monkeypatch.setattr(attempts, "CLUSTER_EVERY_S", 0.0)
+    monkeypatch.setattr(attempts, "draining_nodes", set)
+    return ClusterWatch(Config(num_workers="1:3", resize_after_s=0), Cluster(False, 2, ()), 2)
+
+
+def at(step: int, *nodes: str) -> Progress:
+    live = Live(step=step, total_steps=10, epoch=1, epochs=1, metrics={})
+    return Progress(live, [], 0, frozenset(nodes))
+
+
+def test_more_room_is_a_reason_to_pause(watch: ClusterWatch) -> None:
+    assert watch.reason_to_pause(at(1, "a")) is None
+    Room.has = 1
+    assert watch.reason_to_pause(at(2, "a")) == "there is room for 1 more worker"
+    assert watch.reason_to_pause(at(10, "a")) is None  # all steps are made: only the test is left
+
+
+def test_nothing_is_asked_for_while_ray_starts_workers_again(watch: ClusterWatch) -> None:
+    Room.has = 1
+    assert watch.reason_to_pause(Progress(None, [], 0, frozenset())) is None
+    assert Room.made == 0
+    watch.reason_to_pause(at(1, "a"))
+    watch.reason_to_pause(Progress(None, [], 0, frozenset()))  # they need the places themselves
+    assert (Room.made, Room.released) == (1, 1)
+
+
+def test_a_node_of_ours_that_goes_is_a_reason_to_pause(watch: ClusterWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "draining_nodes", lambda: {"c"})
+    assert watch.reason_to_pause(at(1, "a", "b")) is None
+    monkeypatch.setattr(attempts, "draining_nodes", lambda: {"b", "c"})
+    assert watch.reason_to_pause(at(2)) == "1 of 2 nodes with workers is to go"  # a new Tracker knows no nodes
+
+
+def test_a_cluster_that_does_not_answer_is_no_reason(watch: ClusterWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable() -> set[str]:
+        raise RuntimeError("GCS")
+
+    monkeypatch.setattr(attempts, "draining_nodes", unreachable)
+    assert watch.reason_to_pause(at(1, "a")) is None

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -170,3 +171,35 @@ def test_yaml_has_every_setting() -> None:
 )
 def test_the_example_configs_are_valid(path: Path) -> None:
     Config(**load_yaml(str(path)))
+
+
+@pytest.mark.parametrize(
+    "line", ["run_name: 2024-99-99", "epochs: !!int abc", "lr: !!float x", "!!map abc", "compile: !!bool x", "a: &a *a"]
+)
+def test_yaml_that_cannot_be_read_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(line + "\n")
+    with pytest.raises(BadInput, match=r"--config .*c\.yaml"):
+        load_yaml(str(tmp_path / "c.yaml"))
+
+
+def test_numbers_in_yaml_are_what_they_look_like(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("num_workers: 1:4\nepochs: 010\nseed: 08\n")
+    assert load_yaml(str(tmp_path / "c.yaml")) == {"num_workers": "1:4", "epochs": 10, "seed": 8}
+    (tmp_path / "c.yaml").write_text("lr: 1\nlr: 2\n")
+    with pytest.raises(BadInput, match=r"lr is given twice \(line 2\)"):
+        load_yaml(str(tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "least", "most"),
+    [(2, 2, 2, 2), ("2", 2, 2, 2), ("1:4", "1:4", 1, 4), ("3:3", 3, 3, 3)],
+)
+def test_a_number_of_workers_or_a_range(given: int | str, kept: int | str, least: int, most: int) -> None:
+    config = Config(num_workers=given)
+    assert (config.num_workers, config.min_workers, config.max_workers) == (kept, least, most)
+
+
+@pytest.mark.parametrize("given", [0, -1, "0", "4:1", "0:3", "1:", ":2", "a", "1:2:3", 2.5])
+def test_no_number_of_workers(given: Any) -> None:
+    with pytest.raises(BadInput, match="--num-workers"):
+        Config(num_workers=given)

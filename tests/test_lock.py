@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -49,3 +50,15 @@ def test_a_note_of_another_program_is_stale_too(tmp_path: Path, monkeypatch: pyt
     with held(Storage(f"file://{tmp_path}"), "r"):
         assert "process" in (tmp_path / "run.lock").read_text()
     assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_holder_that_was_overtaken_stops_and_leaves_the_others_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "RENEW_S", 0.1)
+    stopped = threading.Event()
+    monkeypatch.setattr(lock.os, "kill", lambda pid, number: stopped.set())
+    with held(Storage(f"file://{tmp_path}"), "r"):
+        (tmp_path / "run.lock").write_text('{"holder": "process 1 on another machine"}')
+        assert stopped.wait(10)
+    assert "another machine" in (tmp_path / "run.lock").read_text()

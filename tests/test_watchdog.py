@@ -31,6 +31,7 @@ def test_a_thread_that_hangs_ends_the_process_with_its_stack() -> None:
 
 def test_code_that_holds_the_interpreters_lock_is_in_the_log_too() -> None:
     done = run("watchdog.alive()\nctypes.PyDLL(None).sleep(5)\nwatchdog.close()")
+    assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert 'File "<string>"' in done.stderr
 
@@ -38,6 +39,11 @@ def test_code_that_holds_the_interpreters_lock_is_in_the_log_too() -> None:
 def test_nothing_happens_before_the_first_step_while_steps_are_made_and_after_the_end() -> None:
     steps = "for _ in range(8):\n    watchdog.alive()\n    time.sleep(0.25)"
     done = run(f"time.sleep(1.5)\n{steps}\nwatchdog.close()\ntime.sleep(2)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_it_rests() -> None:
+    done = run("watchdog.alive()\nwatchdog.rest()\ntime.sleep(4)\nwatchdog.close()")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -146,6 +146,8 @@ def read_weights(data_dir: str, column: str, paths: Sequence[Path]) -> list[floa
                 path = next((place for place in places if place in wanted), None)
                 if path is None:
                     continue
+                if None in row:
+                    raise BadInput(f"{where}: there are more fields than columns")
                 if path in weights:
                     raise BadInput(f"{where}: {row['file_name']} has a row already")
                 weights[path] = _weight(row[column], where)

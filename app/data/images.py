@@ -65,9 +65,9 @@ class ImageSet(Protocol):
 
 
 class ImagesInMemory:
-    in_memory = True
-
     """unreadable: by id, what is wrong with each sample that could not be read, whose pixels mean nothing."""
+
+    in_memory = True
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -125,8 +126,8 @@ def stratified_part(labels: np.ndarray, fraction: float) -> np.ndarray:
 def read_subset(path: str) -> np.ndarray:
     """Sample ids (n,) from a text file, one a line. Raises BadInput, naming the line, for anything else."""
     try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise BadInput(f"--subset-file {path}: {reason}") from None
     ids: dict[int, int] = {}  # each with its line
@@ -209,14 +210,12 @@ def build_order(config: Config, labels: np.ndarray, facts: Facts) -> Order:
             f"--sampler {config.sampler} needs the {needed} of the samples, which --dataset {config.dataset} does not "
             "give (app.data.splits.from_arrays takes weights and lengths); use another sampler"
         )
-    for field in fields(facts):
-        values = getattr(facts, field.name)
-        if values is not None and np.shape(values) != np.shape(labels):
-            raise BadInput(
-                f"--dataset {config.dataset}: {field.name} has the shape {np.shape(values)} for {len(labels)} samples"
-            )
-    if config.sampler == "weighted":
-        facts = replace(facts, weights=_usable_weights(np.asarray(facts.weights, np.float64), config))
+    if not len(labels):
+        raise BadInput(f"--dataset {config.dataset} has no training samples")
+    if needed:
+        facts = Facts(**{needed: _one_number_each(getattr(facts, needed), needed, len(labels), config)})
+    if facts.weights is not None:
+        facts = replace(facts, weights=_usable_weights(facts.weights, config))
     elif config.sampler == "balanced":
         _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         facts = Facts(weights=1 / counts[classes])
@@ -228,6 +227,20 @@ def build_order(config: Config, labels: np.ndarray, facts: Facts) -> Order:
             f"{config.batch_size}; lower the one or leave out the other"
         )
     return order
+
+
+def _one_number_each(values: Any, name: str, num_samples: int, config: Config) -> np.ndarray:
+    try:
+        numbers = np.asarray(values, np.float64)
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"--dataset {config.dataset}: {name} must be numbers ({error})") from None
+    if numbers.shape != (num_samples,):
+        raise BadInput(f"--dataset {config.dataset}: {name} has the shape {numbers.shape} for {num_samples} samples")
+    if name == "weights":
+        return numbers
+    if not (np.isfinite(numbers) & (numbers == np.round(numbers))).all():
+        raise BadInput(f"--dataset {config.dataset}: {name} must be whole numbers")
+    return numbers.astype(np.int64)
 
 
 def _usable_weights(weights: np.ndarray, config: Config) -> np.ndarray:

@@ -92,8 +92,9 @@ class Watched:
         """The step it has come to, which is at least the one asked for."""
 
         def arrived() -> int | bool:
-            assert not self.ended(), f"the run ended before step {step}: {self.output()}"
-            return self.step() >= step and self.step()
+            ended, here = self.ended(), self.step()
+            assert here >= step or not ended, f"the run ended before step {step}: {self.output()}"
+            return here >= step and here
 
         return wait_until(arrived)
 

@@ -62,14 +62,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    unique = {row[0]: row for row in config.stash[ROWS]}
-    rows = sorted(unique.values(), key=lambda row: float(row[0].split()[0]))
-    if not rows:
+    path = config.getoption("--faults-table")
+    if not config.stash[ROWS]:
         return
+    # Rows of tests that were not run now stay as they are.
+    unique = {row[0]: row for row in [*(rows_in(Path(path)) if path else ()), *config.stash[ROWS]]}
+    rows = sorted(unique.values(), key=lambda row: float(row[0].split()[0]))
     lines = ["| " + " | ".join(row) + " |" for row in (COLUMNS, ("---",) * len(COLUMNS), *rows)]
     terminalreporter.write_line("\n".join(["", *lines]))
-    if path := config.getoption("--faults-table"):
+    if path:
         Path(path).write_text(HEAD.format(cores=os.cpu_count(), processor=processor()) + "\n".join(lines) + "\n")
+
+
+def rows_in(path: Path) -> list[tuple[str, ...]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("| ")]
+    return [row for row in rows if row[0][0].isdigit()]
 
 
 def processor() -> str:

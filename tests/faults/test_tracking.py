@@ -67,14 +67,14 @@ def silent_server(port: int) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["down from the start", "dying mid-run", "accepting and not answering"])
 def test_nothing_is_lost(kind: str, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    run = Fit(slow_config(tmp_path, tracking_uri=f"http://127.0.0.1:{port}"))
     with contextlib.ExitStack() as during:
-        if kind == "dying mid-run":
-            server = during.enter_context(mlflow_server(port, tmp_path))
+        server = during.enter_context(mlflow_server(port, tmp_path)) if kind == "dying mid-run" else None
+        if kind == "accepting and not answering":
+            during.enter_context(silent_server(port))
+        run = Fit(slow_config(tmp_path, tracking_uri=f"http://127.0.0.1:{port}"))
+        if server is not None:
             run.wait_for_step(10)
             stop(server)
-        elif kind == "accepting and not answering":
-            during.enter_context(silent_server(port))
         summary, exit_code = run.result()
     assert (exit_code, summary.status, summary.step) == (0, "finished", STEPS)
     output = capsys.readouterr().out
