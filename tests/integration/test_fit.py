@@ -119,6 +119,8 @@ def interrupted(tmp_path: Path, settings: Config, at_step: int) -> subprocess.Co
     return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
 
 
+@pytest.mark.faults  # for its length
+@pytest.mark.ci
 def test_interrupted_mid_epoch_and_resumed_it_is_the_run_that_was_never_interrupted(tmp_path: Path) -> None:
     long = {"num_workers": 2, "epochs": 100, "model": "tests.integration.test_fit:slow_net", "tracking_uri": "none"}
     done = interrupted(tmp_path, config(tmp_path, run_name="stopped", **long), at_step=8)
