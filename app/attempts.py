@@ -21,11 +21,10 @@ from app.cluster import Cluster
 from app.config import Config
 from app.interrupt import Interrupt
 from app.places import Places, draining_nodes
-from app.progress import Display
+from app.progress import LOOK_EVERY_S, Display
 from app.tracking import Progress
 from app.worker import Outcome, train_loop_per_worker
 
-LOOK_EVERY_S = 0.2
 # How often the cluster is asked for nodes that are to go, and for more places.
 CLUSTER_EVERY_S = 1.0
 LESS_MEMORY = "lower --batch-size or --in-memory-mb, raise --grad-accumulation, or use fewer workers on a node"
@@ -240,8 +239,7 @@ def why(error: TrainingFailedError) -> str:
 def _why_a_worker(failure: Exception) -> tuple[str, bool]:
     """What happened to a worker, and whether its process died, rather than the training in it."""
     cause = _cause(failure)
-    text = str(cause).strip()
-    last_line = (text.splitlines() or [type(cause).__name__])[-1]
+    text = str(cause).strip() or type(cause).__name__
     if isinstance(cause, OutOfMemoryError) or "OutOfMemory" in text or "low on memory" in text:
         return f"was killed because its node ran out of memory; {LESS_MEMORY}", True
     if isinstance(cause, NodeDiedError):
@@ -250,7 +248,7 @@ def _why_a_worker(failure: Exception) -> tuple[str, bool]:
         return "lost the connection to another worker", False
     if isinstance(cause, RayActorError):
         return "died: its process was killed or crashed", True
-    return f"failed: {last_line}", False
+    return f"failed: {text.splitlines()[-1]}", False
 
 
 def _cause(failure: Exception) -> Exception:

@@ -18,7 +18,7 @@ from app.deliver import Target, deliver, without_credentials
 from app.errors import BadInput, TrainingFailed
 from app.interrupt import Interrupt
 from app.lock import held
-from app.progress import Display
+from app.progress import LOOK_EVERY_S, Display
 from app.runs import (
     LENGTH_DEPENDENT_SCHEDULES,
     Run,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 # How long a finished run waits for its records to be delivered: while MLflow answers, and once it does not.
 DELIVERY_S, UNREACHABLE_S = 180.0, 5.0
-LOOK_EVERY_S = 0.2
 
 
 def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
@@ -78,7 +77,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
         for note in cluster.notes:
             display.event(note)
         remove_leftovers(config)
-        write_run(open_run(config))
+        write_run(Run(config, "running"))
         tracker = start_tracker(config, tracking_uri)
         tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
         from ray.exceptions import RayError

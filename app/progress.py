@@ -13,6 +13,8 @@ from rich.text import Text
 from app.tracking import Live
 
 PLAIN_EVERY_S = 10.0
+# How often the driver looks for what there is to show.
+LOOK_EVERY_S = 0.2
 
 
 class Display:

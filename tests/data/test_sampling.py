@@ -359,6 +359,6 @@ FIRST_ORDERS = {
 def test_the_first_order_of_all_is_the_one_written_down(sampler: str) -> None:
     facts = Facts(np.arange(8.0), np.array([3, 1, 4, 1, 5, 9, 2, 6]), np.array([0, 1, 0, 1, 0, 1, 1, 1]))
     fraction = 0.5 if sampler == "subset" else None
-    config = Config(sampler=sampler, dataset=OWN, batch_size=3, subset_fraction=fraction)  # type: ignore[arg-type]
+    config = Config(sampler=sampler, dataset=OWN, batch_size=3, subset_fraction=fraction)  # type: ignore[arg-type]  # a name
     order = build_order(config, np.array([0, 0, 0, 0, 0, 0, 1, 1]), facts)
     assert order(0).tolist() == FIRST_ORDERS[sampler]

@@ -86,7 +86,7 @@ class Watched:
         return losses[-1][0] if losses else 0
 
     def ended(self) -> bool:
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of run knows it in its own way
 
     def wait_for_step(self, step: int) -> int:
         """The step it has come to, which is at least the one asked for."""
@@ -99,7 +99,7 @@ class Watched:
         return wait_until(arrived)
 
     def output(self) -> str:
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of run knows it in its own way
 
     def seconds_to_first_step(self) -> float:
         return self.losses()[0][2] - self.began

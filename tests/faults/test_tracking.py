@@ -88,7 +88,9 @@ def test_nothing_is_lost(kind: str, tmp_path: Path, figures: Figures, capsys: py
         import mlflow
 
         client = mlflow.MlflowClient(f"http://127.0.0.1:{port}")
-        (found,) = client.search_runs([client.get_experiment_by_name("evenkeel").experiment_id])  # type: ignore[union-attr]
+        experiment = client.get_experiment_by_name("evenkeel")
+        assert experiment is not None
+        (found,) = client.search_runs([experiment.experiment_id])
         assert found.info.status == "FINISHED"
         history = client.get_metric_history(found.info.run_id, "train/loss")
         assert [(metric.step, metric.value) for metric in history] == [(step, loss) for step, loss, _ in run.losses()]

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from app.places import Places, draining_nodes
+from app.places import Places
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -27,7 +27,3 @@ def test_as_many_as_there_is_room_for() -> None:
     places.release()
     assert wait_until_settled(others) == 1  # at once, for there is nothing more to wait for
     others.release()
-
-
-def test_no_node_is_going() -> None:
-    assert draining_nodes() == set()
