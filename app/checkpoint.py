@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from app.config import Config
-from app.data.images import DataInfo
+from app.data.samples import DataInfo
 from app.errors import BadInput, TrainingFailed
 from app.metrics import Window
 from app.runs import checkpoint_name, checkpoint_names, step_of
 from app.storage import Storage
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MODEL, TRAINER, STATE, MANIFEST = "model.safetensors", "trainer.pt", "state.json", "manifest.json"
 
 
@@ -85,7 +85,7 @@ class Checkpoint:
     def refuse_other_data(self, info: DataInfo) -> None:
         """Raise BadInput unless it was trained on data of this kind."""
         if info != self.info:
-            raise BadInput(f"{self.path} was trained on other data:\n  it has {self.info}\n  this is {info}")
+            raise BadInput(f"{self.path} was trained on other data:\n  {_differing(self.info, info)}")
 
     def refuse_other_order(self, digest: str) -> None:
         """Raise BadInput unless a step of the order with this digest has the samples that it had in training."""
@@ -95,6 +95,12 @@ class Checkpoint:
                 f"{self.config.sampler} goes by (weights, lengths, shapes, chosen ids), have changed since; "
                 "restore them, or start afresh with another --run-name"
             )
+
+
+def _differing(trained: DataInfo, given: DataInfo) -> str:
+    old, new = asdict(trained), asdict(given)
+    names = [name for name in old if old[name] != new[name]]
+    return "\n  ".join(f"{name}: it has {str(old[name])[:200]}, this is {str(new[name])[:200]}" for name in names)
 
 
 def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

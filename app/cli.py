@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import tyro
 from pydantic import BaseModel, Field, create_model
 
-from app.config import GROUPS, Config, group_of, load_yaml
+from app.config import GROUPS, Config, group_of
+from app.config_file import load_yaml
 from app.errors import BadInput, TrainingFailed
 
 Command = TypeVar("Command", bound=BaseModel)

@@ -6,8 +6,6 @@ parameter. This module imports neither torch nor ray nor mlflow: a wrong value i
 
 import difflib
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -38,7 +36,12 @@ DATASETS = (
     "cifar100",
     "image-folder",
     "synthetic",
+    "text",
+    "stdlib-docs",
 )
+TEXT_DATASETS = ("text", "stdlib-docs")
+WITHOUT_FILES = ("digits", "synthetic", "stdlib-docs")
+TOKENIZERS = ("word", "bpe")  # that are trained; anything else is a file
 # 'pkg.module:attribute', the user's own
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -118,7 +121,10 @@ class Config(BaseModel):
 
     dataset: str = setting("digits", "data", f"{', '.join(DATASETS)}, or package.module:callable for your own.")
     data_dir: str | None = setting(
-        None, "data", "Where the data lies. Default for the torchvision data sets: data.", effect="free"
+        None,
+        "data",
+        "Where the data lies: a folder, or for text a table. Default for the torchvision data sets: data.",
+        effect="free",
     )
     download: bool = setting(
         True, "data", "Fetch a missing torchvision data set, once, before training.", effect="free"
@@ -135,6 +141,16 @@ class Config(BaseModel):
     synthetic_samples: int | None = setting(
         None, "data", "Training samples of the synthetic data set. Default: 10000.", ge=10
     )
+    text_column: str = setting("text", "data", "Of dataset text: the column of the texts.", min_length=1)
+    label_column: str = setting("label", "data", "Of dataset text: the column of the classes.", min_length=1)
+    tokenizer: str = setting(
+        "word",
+        "data",
+        "Of texts: word or bpe, trained on the training split; or a tokenizer.json file of the tokenizers library.",
+        min_length=1,
+    )
+    vocab_size: int = setting(20_000, "data", "Of texts: the most tokens that a trained tokenizer knows.", ge=10)
+    max_length: int = setting(128, "data", "Of texts: tokens after which they are cut off.", ge=1)
     synthetic_classes: int | None = setting(None, "data", "Classes of the synthetic data set. Default: 10.", ge=2)
     sampler: Literal[
         "shuffled", "sequential", "subset", "weighted", "balanced", "length-bucketed", "aspect-grouped"
@@ -151,7 +167,9 @@ class Config(BaseModel):
         None, "data", "Of sampler subset: a text file of training sample ids from 0 on, one a line."
     )
     weight_column: str | None = setting(
-        None, "data", "Of sampler weighted: a column of metadata.csv, which has file_name, in the image-folder."
+        None,
+        "data",
+        "Of sampler weighted: a column of the text table, or of the image-folder's metadata.csv, which has file_name.",
     )
     max_bad_samples: int = setting(
         0,
@@ -170,8 +188,17 @@ class Config(BaseModel):
     model: str = setting(
         "mnist-cnn",
         "model",
-        "mnist-cnn, any torchvision classification model by its name, or package.module:callable for your own.",
+        "mnist-cnn, any torchvision classification model by its name; of texts text-lstm, text-transformer; "
+        "or package.module:callable for your own.",
     )
+    embedding_size: int = setting(128, "model", "Of text models: features of a token.", ge=1)
+    hidden_size: int = setting(
+        128, "model", "Of text-lstm: features of its state; of text-transformer: of its feed-forward layers.", ge=1
+    )
+    bidirectional: bool = setting(False, "model", "Of text-lstm: read the text from both ends.")
+    num_layers: int = setting(2, "model", "Of text-transformer: encoder layers.", ge=1)
+    num_heads: int = setting(4, "model", "Of text-transformer: attention heads, which share embedding_size.", ge=1)
+    dropout: float = setting(0.1, "model", "Of text models: share of the features left out.", ge=0, lt=1)
     weights: str | None = setting(
         None, "model", "Starting weights: a torchvision weights name (DEFAULT), or a .safetensors or .pt file."
     )
@@ -301,6 +328,9 @@ class Config(BaseModel):
     def _settings_fit_together(self, info: ValidationInfo) -> Self:
         if info.context == ALONE:
             return self
+        from app.models.names import TEXT_MODELS
+
+        of_texts = self.dataset in TEXT_DATASETS
         for applies, name, where in (
             (self.optimizer == "sgd", "momentum", "--optimizer sgd"),
             (self.schedule == "step", "step_epochs", "--schedule step"),
@@ -308,19 +338,37 @@ class Config(BaseModel):
             (self.dataset == "synthetic", "synthetic_samples", "--dataset synthetic"),
             (self.dataset == "synthetic", "synthetic_classes", "--dataset synthetic"),
             (self.dataset in ("synthetic", "image-folder"), "image_channels", "--dataset image-folder or synthetic"),
-            (self.dataset not in ("synthetic", "digits"), "data_dir", "data that is read from files"),
+            (self.dataset not in WITHOUT_FILES, "data_dir", "data that is read from files"),
             (self.sampler == "subset", "subset_fraction", "--sampler subset"),
             (self.sampler == "subset", "subset_file", "--sampler subset"),
             (
-                self.sampler == "weighted" and self.dataset == "image-folder",
+                self.sampler == "weighted" and self.dataset in ("image-folder", "text"),
                 "weight_column",
-                "--sampler weighted and --dataset image-folder",
+                "--sampler weighted and --dataset image-folder or text",
             ),
+            (not of_texts, "image_size", "images"),
+            (self.dataset == "text", "text_column", "--dataset text"),
+            (self.dataset == "text", "label_column", "--dataset text"),
+            (of_texts, "tokenizer", "texts"),
+            (of_texts and self.tokenizer in TOKENIZERS, "vocab_size", f"--tokenizer {' or '.join(TOKENIZERS)}"),
+            (of_texts, "max_length", "texts"),
+            (self.model in TEXT_MODELS, "embedding_size", "a text model"),
+            (self.model in TEXT_MODELS, "hidden_size", "a text model"),
+            (self.model in TEXT_MODELS, "dropout", "a text model"),
+            (self.model == "text-lstm", "bidirectional", "--model text-lstm"),
+            (self.model == "text-transformer", "num_layers", "--model text-transformer"),
+            (self.model == "text-transformer", "num_heads", "--model text-transformer"),
         ):
             value = getattr(self, name)
-            if value is not None and not applies:
+            if value != Config.model_fields[name].default and not applies:
                 raise BadInput(f"{flag(name)} {value} has an effect only with {where}: leave it out")
         self._sampler_has_what_it_needs()
+        if of_texts:
+            self._texts_are_for_text_models()
+        elif self.model in TEXT_MODELS and self.dataset in DATASETS:
+            raise BadInput(
+                f"--model {self.model} reads texts, and --dataset {self.dataset} has images: change one of them"
+            )
         if self.max_bad_samples and self.dataset != "image-folder" and not CALLABLE.fullmatch(self.dataset):
             raise BadInput(
                 f"--max-bad-samples {self.max_bad_samples} has an effect only with --dataset image-folder "
@@ -342,7 +390,33 @@ class Config(BaseModel):
             raise BadInput(f"--mixup {self.mixup} and --cutmix {self.cutmix} exclude each other: set one of them to 0")
         if self.dataset == "image-folder" and self.data_dir is None:
             raise BadInput("--dataset image-folder needs --data-dir, the folder with a subfolder for each class")
+        if self.dataset == "text" and self.data_dir is None:
+            raise BadInput(
+                "--dataset text needs --data-dir, a table or a folder with tables called train, val and test"
+            )
         return self
+
+    def _texts_are_for_text_models(self) -> None:
+        from app.models.names import TEXT_MODELS
+
+        if self.model not in TEXT_MODELS and not CALLABLE.fullmatch(self.model):
+            raise BadInput(
+                f"--model {self.model} reads images, and --dataset {self.dataset} has texts: "
+                f"use {', '.join(TEXT_MODELS)} or a model of your own"
+            )
+        for name, usual in (("augment", ("auto", "none")), ("mixup", (0,)), ("cutmix", (0,))):
+            value = getattr(self, name)
+            if value not in usual:
+                raise BadInput(
+                    f"{flag(name)} {value} changes images, and --dataset {self.dataset} has texts: leave it out"
+                )
+        if self.text_column == self.label_column:
+            raise BadInput(f"--text-column and --label-column are both {self.text_column}: they are two columns")
+        if self.model == "text-transformer" and self.embedding_size % self.num_heads:
+            raise BadInput(
+                f"--embedding-size {self.embedding_size} must be a multiple of --num-heads {self.num_heads}, "
+                "which share it"
+            )
 
     def _sampler_has_what_it_needs(self) -> None:
         """As far as it can be known without the data; sampling.build_order() sees to the rest."""
@@ -350,14 +424,21 @@ class Config(BaseModel):
             raise BadInput("--sampler subset needs --subset-fraction or --subset-file, which say what part")
         own = CALLABLE.fullmatch(self.dataset) is not None
         needs = {"weighted": "weights", "length-bucketed": "lengths", "aspect-grouped": "shapes"}.get(self.sampler)
-        if needs and not own and (self.dataset != "image-folder" or needs == "lengths"):
-            have = "data of your own has" if needs == "lengths" else "image-folder and data of your own have"
+        having = {
+            "weights": ("image-folder", "text"),
+            "lengths": TEXT_DATASETS,
+            "shapes": ("image-folder",),
+        }
+        if needs and not own and self.dataset not in having[needs]:
+            have = f"{', '.join(having[needs])} and data of your own have"
             raise BadInput(
                 f"--sampler {self.sampler} goes by the {needs} of the samples, which {have} "
                 f"and --dataset {self.dataset} has not; use another sampler"
             )
         if needs == "weights" and not own and self.weight_column is None:
-            raise BadInput("--sampler weighted needs --weight-column, a column of metadata.csv in --data-dir")
+            raise BadInput(
+                "--sampler weighted needs --weight-column, a column of the table, or of the image folder's metadata.csv"
+            )
 
 
 def _range_of(workers: int | str) -> tuple[int, int]:
@@ -408,51 +489,3 @@ def explain(detail: ErrorDetails) -> str:
         "value_error": lambda: str(context["error"]),
     }.get(detail["type"], lambda: detail["msg"][0].lower() + detail["msg"][1:])()
     return f"{flag(field)} {value!r}: {allowed}" if isinstance(value, str) else f"{flag(field)} {value}: {allowed}"
-
-
-def load_yaml(path: str) -> dict[str, Any]:
-    """The settings in a YAML file, checked on their own so that an error can name the file."""
-    import yaml
-
-    try:
-        values = yaml.load(Path(path).read_text(), Loader=_yaml_loader())
-    except OSError as error:
-        raise BadInput(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise BadInput(f"--config {path} is no YAML: {error}") from None
-    values = {} if values is None else values  # an empty file, or one of comments
-    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
-        raise BadInput(f"--config {path} must hold lines of 'setting: value' with names as keys")
-    try:
-        config = Config.model_validate(dict(values), context=ALONE)
-    except BadInput as error:
-        raise BadInput(f"--config {path}: {error}") from None
-    return {name: getattr(config, name) for name in values}
-
-
-def _yaml_loader() -> Any:
-    """PyYAML's safe loader, without two surprises: 1:4 is a number there (64, in base 60), and of a key
-    given twice the last one wins."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen = set()
-            for key, _ in node.value:
-                if key.value in seen:
-                    raise yaml.YAMLError(f"{key.value} is given twice (line {key.start_mark.line + 1})")
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    integer = re.compile(r"[-+]?(0|[1-9][0-9_]*)$")  # 010 is 8 in YAML 1.1, and 08 no number at all
-    Loader.yaml_implicit_resolvers = {
-        first: [(tag, integer if tag == "tag:yaml.org,2002:int" else regexp) for tag, regexp in pairs]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    return Loader
-
-
-def to_yaml(config: Config) -> str:
-    import yaml
-
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)

@@ -44,11 +44,13 @@ def main(argv: Sequence[str]) -> int:
         raise BadInput(f"--num-workers {command.num_workers}: must be at least 1")
     path = find_checkpoint(command.checkpoint)
     from app.checkpoint import load_checkpoint
-    from app.data.splits import check_data
+    from app.data.datasets import check_data
 
-    config = load_checkpoint(Storage(path), "").config
+    checkpoint = load_checkpoint(Storage(path), "")
+    config = checkpoint.config
     data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else config.data_dir
-    check_data(to_evaluate(config, data_dir))  # once, not in each task
+    for note in check_data(to_evaluate(config, data_dir), checkpoint.info.tokenizer).notes:  # once, not in each task
+        print(note)
     if command.num_workers == 1:
         result, class_names = evaluate_share(path, command.split, data_dir, command.device, 0, 1)
     else:
@@ -100,10 +102,10 @@ def evaluate_share(
     import torch
 
     from app.checkpoint import load_checkpoint, load_weights
-    from app.data.splits import load_splits
+    from app.data.datasets import load_splits
     from app.distributed import World
     from app.loop import evaluate
-    from app.models.build import Normalize, build_model
+    from app.models.build import build_model, preprocessing
     from app.setup import evaluation_loader, in_layout
 
     if device_name == "cuda" and not torch.cuda.is_available():
@@ -111,7 +113,7 @@ def evaluate_share(
     device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(Storage(path), "")
     config = to_evaluate(checkpoint.config, data_dir)
-    splits = load_splits(config)
+    splits = load_splits(config, checkpoint.info.tokenizer)
     checkpoint.refuse_other_data(splits.info)
     network = build_model(config, splits.info, pretrained=False)
     load_weights(network, checkpoint.model, path)
@@ -120,7 +122,7 @@ def evaluate_share(
     batches = ({key: _to(value, device) for key, value in batch.items()} for batch in loader)
     result = evaluate(
         network.to(device),
-        Normalize(splits.info).to(device),
+        preprocessing(splits.info).to(device),
         batches,  # type: ignore[arg-type]  # the same keys
         splits.info.num_classes,
         config,

@@ -12,8 +12,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from app.cluster import Cluster, connected, set_environment
-from app.config import CALLABLE, Config, to_yaml
-from app.data.splits import check_data
+from app.config import CALLABLE, Config
+from app.config_file import to_yaml
+from app.data.datasets import check_data
 from app.deliver import Target, deliver, without_credentials
 from app.errors import BadInput, TrainingFailed
 from app.interrupt import Interrupt
@@ -29,6 +30,8 @@ from app.runs import (
     remove_leftovers,
     resolved,
     run_storage,
+    store_tokenizer,
+    stored_tokenizer,
     tracking_directory,
     write_run,
 )
@@ -56,7 +59,9 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     config = config.model_copy(update={"tracking_uri": without_credentials(config.tracking_uri or "")})
     if done := finished_before(config, display):
         return done, 0
-    check_data(config)
+    found = check_data(config, stored_tokenizer(config))
+    for note in found.notes:
+        display.event(note)
     if CALLABLE.fullmatch(config.model):
         find_callable("--model", config.model)
     run_storage(config).check_writable()
@@ -78,6 +83,8 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
             display.event(note)
         remove_leftovers(config)
         write_run(Run(config, "running"))
+        if found.tokenizer is not None:
+            store_tokenizer(config, found.tokenizer)
         tracker = start_tracker(config, tracking_uri)
         tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
         from ray.exceptions import RayError

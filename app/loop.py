@@ -34,7 +34,7 @@ class Training:
     device: torch.device
     network: nn.Module
     model: nn.Module
-    normalize: nn.Module
+    preprocess: nn.Module
     optimizer: torch.optim.Optimizer
     ema: nn.Module | None = None
 
@@ -122,11 +122,10 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     for group in training.optimizer.param_groups:
         group["lr"] = rate
 
-    inputs, targets, partners, share = _mix(training.normalize(batch["inputs"]), batch["targets"], config, step)
+    inputs, targets, partners, share = _mix(training.preprocess(batch["inputs"]), batch["targets"], config, step)
     rows, counted = batch["rows"], batch["num_counted"]
     inputs, targets, partners = inputs[rows], targets[rows], partners[rows]
-    if config.channels_last:
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    inputs = _in_layout(inputs, config)
 
     totals = torch.zeros(4, dtype=torch.float64, device=training.device)
     totals[2], totals[3] = float(stop), float(counted)
@@ -206,6 +205,12 @@ def _mix(
     return mixed, targets, targets.roll(1), 1 - box_height * box_width / (height * width)
 
 
+def _in_layout(inputs: torch.Tensor, config: Config) -> torch.Tensor:
+    """Images in the layout of the network's convolutions."""
+    is_image = inputs.ndim == 4
+    return inputs.contiguous(memory_format=torch.channels_last) if config.channels_last and is_image else inputs
+
+
 def _loss(
     logits: torch.Tensor, targets: torch.Tensor, partners: torch.Tensor, share: float, label_smoothing: float
 ) -> torch.Tensor:
@@ -226,7 +231,7 @@ def _gradient_sync(model: nn.Module, enabled: bool):  # a context manager of DDP
 @torch.no_grad()
 def evaluate(
     network: nn.Module,
-    normalize: nn.Module,
+    preprocess: nn.Module,
     batches: Iterable[Batch],
     num_classes: int,
     config: Config,
@@ -248,9 +253,8 @@ def evaluate(
         if not batch["num_counted"]:
             continue  # none of it could be read
         rows = batch["rows"]
-        inputs, targets = normalize(batch["inputs"][rows]), batch["targets"][rows]
-        if config.channels_last:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        inputs, targets = preprocess(batch["inputs"][rows]), batch["targets"][rows]
+        inputs = _in_layout(inputs, config)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
             logits = network(inputs)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")

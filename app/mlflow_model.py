@@ -6,30 +6,30 @@ import torch
 from torch import nn
 
 from app.checkpoint import Checkpoint, load_checkpoint, load_weights
-from app.data.images import DataInfo
-from app.models.build import Normalize, build_model
+from app.data.samples import DataInfo
+from app.models.build import build_model, preprocessing
 from app.storage import Storage
 
 
-class PixelClassifier(nn.Module):
-    """Pixels (N, C, H, W), uint8, to logits (N, num_classes), with the preprocessing inside."""
+class Classifier(nn.Module):
+    """From the loader's inputs (uint8 pixels, token ids, features) to logits (N, num_classes)."""
 
     def __init__(self, network: nn.Module, info: DataInfo):
         super().__init__()
-        self.normalize, self.network = Normalize(info), network
+        self.preprocess, self.network = preprocessing(info), network
 
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.network(self.normalize(pixels))
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.network(self.preprocess(inputs))
 
 
-def load_classifier(checkpoint: Checkpoint) -> PixelClassifier:
+def load_classifier(checkpoint: Checkpoint) -> Classifier:
     network = build_model(checkpoint.config, checkpoint.info, pretrained=False)
     load_weights(network, checkpoint.model, checkpoint.path)
-    return PixelClassifier(network, checkpoint.info).eval()
+    return Classifier(network, checkpoint.info).eval()
 
 
 def log_model(run_id: str, path: str) -> None:
-    """Log it with its signature; MLflow's load_model for PyTorch then gives a module from pixels to logits.
+    """Log it with its signature; MLflow's load_model for PyTorch then gives a module from inputs to logits.
 
     Stored as an exported program (pt2), which is read back without unpickling.
     """
@@ -39,8 +39,8 @@ def log_model(run_id: str, path: str) -> None:
 
     checkpoint = load_checkpoint(Storage(path), "")
     classifier = load_classifier(checkpoint)
-    # Two images: an export from one would fix the batch size at 1.
-    example = torch.zeros(2, *checkpoint.info.input_shape, dtype=torch.uint8)
+    # Two samples: an export from one would fix the batch size at 1.
+    example = checkpoint.info.example(2)
     with torch.no_grad():
         logits = classifier(example)
     requirements = [f"{name}=={version(name)}" for name in ("mlflow", "torch", "torchvision")]

@@ -1,5 +1,6 @@
 """Pictures for the MLflow run: learning curves, confusion matrix, worst mistakes."""
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ def draw(directory: Path, arrays: Path) -> list[Path]:
     """Draw the run's pictures into the directory and return their files.
 
     arrays: an .npz of class_names (K,), confusion (K, K), split (a name), and for the worst mistakes
-    images (M, C, H, W) uint8, targets (M,), predictions (M,), losses (M,).
+    targets (M,), predictions (M,), losses (M,), and where they can be shown images (M, C, H, W) uint8 or texts (M,).
     """
     import matplotlib
 
@@ -19,8 +20,10 @@ def draw(directory: Path, arrays: Path) -> list[Path]:
     data = np.load(arrays, allow_pickle=False)
     names, split = data["class_names"].tolist(), str(data["split"])
     pictures = [_curves(directory), _confusion(directory, data["confusion"], names, split)]
-    if len(data["images"]):
-        pictures.append(_mistakes(directory, data, names, split))
+    if len(data["targets"]) and "images" in data:
+        pictures.append(_mistaken_images(directory, data, names, split))
+    elif len(data["targets"]) and "texts" in data:
+        pictures.append(_mistaken_texts(directory, data, names, split))
     return pictures
 
 
@@ -62,7 +65,7 @@ def _confusion(directory: Path, confusion: np.ndarray, names: list[str], split: 
     return _save(figure, directory / "confusion_matrix.png")
 
 
-def _mistakes(directory: Path, data: "np.lib.npyio.NpzFile", names: list[str], split: str) -> Path:
+def _mistaken_images(directory: Path, data: "np.lib.npyio.NpzFile", names: list[str], split: str) -> Path:
     import matplotlib.pyplot as plt
 
     images = data["images"]
@@ -79,6 +82,22 @@ def _mistakes(directory: Path, data: "np.lib.npyio.NpzFile", names: list[str], s
     ):
         axis.imshow(image.transpose(1, 2, 0).squeeze(), cmap="gray" if image.shape[0] == 1 else None)
         axis.set_title(f"{names[target]}, not {names[guess]}\nloss {loss:.2f}", fontsize=9)
+    return _save(figure, directory / "worst_mistakes.png")
+
+
+def _mistaken_texts(directory: Path, data: "np.lib.npyio.NpzFile", names: list[str], split: str) -> Path:
+    import matplotlib.pyplot as plt
+
+    lines = []
+    for text, target, guess, loss in zip(
+        data["texts"].tolist(), data["targets"], data["predictions"], data["losses"], strict=True
+    ):
+        lines.append(f"{names[target]}, not {names[guess]} (loss {loss:.2f})")
+        lines += [f"    {line}" for line in textwrap.wrap(textwrap.shorten(text, 300), 110)] + [""]
+    figure = plt.figure(figsize=(11, 0.19 * len(lines) + 0.8))
+    figure.suptitle(f"{split}: worst mistakes")
+    # As they stand: a dollar sign would begin a formula.
+    figure.text(0.02, 0.02, "\n".join(lines), family="monospace", fontsize=9, va="bottom", parse_math=False)
     return _save(figure, directory / "worst_mistakes.png")
 
 

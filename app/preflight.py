@@ -5,11 +5,11 @@ from torch.nn import functional as F
 
 from app.cluster import connected
 from app.config import Config
+from app.data.datasets import check_data, load_splits
 from app.data.sampling import build_order, build_schedule
-from app.data.splits import check_data, load_splits
 from app.distributed import World
-from app.models.build import Normalize
-from app.runs import open_run, run_storage
+from app.models.build import preprocessing
+from app.runs import open_run, run_storage, stored_tokenizer
 from app.setup import build_network, training_loader
 
 
@@ -19,17 +19,18 @@ def check(config: Config, verbose: bool) -> int:
     print(f"ok  settings: run {config.run_name} is {'finished' if run.status == 'finished' else 'ready to start'}")
     run_storage(config).check_writable()
     print(f"ok  storage: {run_storage(config).root} can be written to")
-    check_data(config)
-    splits = load_splits(config)
-    sizes = {name: len(images.labels) for name, images in splits.named().items()}
-    shape = "x".join(map(str, splits.info.input_shape))
-    print(f"ok  data: {splits.info.num_classes} classes, images of {shape}, {sizes}")
+    found = check_data(config, stored_tokenizer(config))
+    splits = load_splits(config, found.tokenizer)
+    sizes = {name: len(samples.labels) for name, samples in splits.named().items()}
+    print(f"ok  data: {splits.info}, {sizes}")
+    for note in found.notes:
+        print(f"    note: {note}")
 
     network = build_network(config, splits.info, checkpoint=None)
     order = build_order(config, splits.train.labels, splits.train.facts)
     schedule, world = build_schedule(config, order), World(0, config.max_workers)
     batch = next(iter(training_loader(config, splits, order, schedule, world, 0, torch.device("cpu"))))
-    loss = F.cross_entropy(network(Normalize(splits.info)(batch["inputs"])), batch["targets"])
+    loss = F.cross_entropy(network(preprocessing(splits.info)(batch["inputs"])), batch["targets"])
     loss.backward()
     count = sum(parameter.numel() for parameter in network.parameters())
     print(f"ok  model: {config.model}, {count:,} parameters, loss {loss.item():.4f} on a batch of {len(batch['ids'])}")

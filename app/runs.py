@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from app.config import Config, effect_of, flag, is_weights_file
+from app.config import TOKENIZERS, WITHOUT_FILES, Config, effect_of, flag, is_weights_file
 from app.errors import BadInput
 from app.storage import Storage
 
-RUN = "run.json"
+RUN, TOKENIZER = "run.json", "tokenizer.json"
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 CHECKPOINT = re.compile(r"checkpoint-\d{9,}")
 TRACKING_SCHEMES = ("http", "https", "databricks", "sqlite", "postgresql", "mysql", "mssql")
@@ -60,7 +60,7 @@ def resolved(config: Config) -> Config:
     data_dir, weights = config.data_dir, config.weights
     if data_dir is not None:
         data_dir = _absolute(data_dir)
-    elif data_dir is None and config.dataset not in ("digits", "synthetic") and ":" not in config.dataset:
+    elif data_dir is None and config.dataset not in WITHOUT_FILES and ":" not in config.dataset:
         data_dir = os.path.abspath("data")
     uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
@@ -73,6 +73,7 @@ def resolved(config: Config) -> Config:
         weights = _absolute(weights)
         if not os.path.isfile(weights):
             raise BadInput(f"--weights {config.weights}: no such file")
+    tokenizer = config.tokenizer if config.tokenizer in TOKENIZERS else _absolute(config.tokenizer)
     subset_file = os.path.abspath(os.path.expanduser(config.subset_file)) if config.subset_file else None
     if "@" in urlsplit(config.output_dir).netloc:
         raise BadInput("--output-dir has a user or password in it: leave them to the environment of the nodes")
@@ -82,6 +83,7 @@ def resolved(config: Config) -> Config:
             "output_dir": _absolute(config.output_dir),
             "data_dir": data_dir,
             "weights": weights,
+            "tokenizer": tokenizer,
             "subset_file": subset_file,
             "tracking_uri": uri,
         }
@@ -99,6 +101,16 @@ def generated_name(config: Config) -> str:
 
 def run_storage(config: Config) -> Storage:
     return Storage(f"{config.output_dir}/{config.run_name}")
+
+
+def stored_tokenizer(config: Config) -> str | None:
+    """The tokenizer that the run began with, as its library's JSON."""
+    content = run_storage(config).read(TOKENIZER)
+    return None if content is None else content.decode()
+
+
+def store_tokenizer(config: Config, tokenizer: str) -> None:
+    run_storage(config).write(TOKENIZER, tokenizer.encode())
 
 
 def checkpoint_storage(config: Config) -> Storage:

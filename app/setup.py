@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader
 from app.checkpoint import Checkpoint, load_weights, load_weights_file
 from app.config import Config, is_weights_file
 from app.data.augment import build_augment
-from app.data.images import DataInfo, ImageSet
 from app.data.loader import build_loader
+from app.data.samples import DataInfo, SampleSet
 from app.data.sampling import EvaluationBatches, Order, Schedule, TrainingBatches
 from app.data.splits import Splits
 from app.distributed import World, derive_seed
 from app.errors import BadInput
-from app.models.build import build_model
+from app.models.build import build_model, preprocessing
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
@@ -57,7 +57,7 @@ def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, sche
     if smallest > 1 or not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules()):
         return
     try:
-        copy.deepcopy(network).train()(torch.zeros(1, *info.input_shape))
+        copy.deepcopy(network).train()(preprocessing(info)(info.example(1)))
     except ValueError as error:  # 'Expected more than 1 value per channel when training'
         raise BadInput(
             f"--batch-size {config.batch_size}: an epoch's smallest batch has {schedule.smallest_batch} samples, of "
@@ -107,16 +107,16 @@ def training_loader(
     )
 
 
-def evaluation_loader(config: Config, images: ImageSet, world: World, device: torch.device) -> DataLoader:
+def evaluation_loader(config: Config, samples: SampleSet, world: World, device: torch.device) -> DataLoader:
     """Every sample once, this rank's part. Batches are larger: no backward pass needs memory."""
     batch_size = max(1, 4 * config.batch_size // config.grad_accumulation)
-    batches = EvaluationBatches(len(images.labels), batch_size, world, images.facts.groups)
-    return build_loader(images, batches, **_reading(config, images, device))
+    batches = EvaluationBatches(len(samples.labels), batch_size, world, samples.facts.groups)
+    return build_loader(samples, batches, **_reading(config, samples, device))
 
 
-def _reading(config: Config, images: ImageSet, device: torch.device) -> dict[str, Any]:
+def _reading(config: Config, samples: SampleSet, device: torch.device) -> dict[str, Any]:
     num_workers = config.loader_workers
     if num_workers is None:
-        num_workers = 0 if images.in_memory else 2
+        num_workers = 0 if samples.in_memory else 2
     pin_memory, skip_unreadable = device.type == "cuda", config.max_bad_samples > 0
     return {"num_workers": num_workers, "pin_memory": pin_memory, "skip_unreadable": skip_unreadable}

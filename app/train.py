@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, Field
 
 from app.cli import parse_config, run_main
-from app.config import to_yaml
+from app.config_file import to_yaml
 from app.deliver import without_credentials
 from app.runs import Summary, resolved
 

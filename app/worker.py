@@ -17,18 +17,18 @@ import torch
 
 from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint, load_weights
 from app.config import Config
-from app.data.images import on_one_canvas
+from app.data.datasets import load_splits
 from app.data.loader import Batch
 from app.data.sampling import Order, Schedule, build_order, build_schedule
-from app.data.splits import Splits, load_splits
+from app.data.splits import Splits
 from app.distributed import any_rank, current_world, from_rank_zero
 from app.errors import BadInput, FailedTogether, NonFiniteLoss, TrainingFailed, plain_message
 from app.loop import Training, evaluate, refuse_unreadable, train
 from app.metrics import Evaluation, Window
-from app.models.build import Normalize
+from app.models.build import preprocessing
 from app.optim import build_optimizer, learning_rate
 from app.reporter import Reporter
-from app.runs import Status, checkpoint_name, checkpoint_storage
+from app.runs import Status, checkpoint_name, checkpoint_storage, stored_tokenizer
 from app.setup import (
     build_ema,
     build_network,
@@ -99,7 +99,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
 
     def prepare() -> tuple[Splits, Order, Schedule, Checkpoint | None, torch.nn.Module]:
         set_up_torch(config, device)
-        splits = load_splits(config)
+        splits = load_splits(config, stored_tokenizer(config))
         order = build_order(config, splits.train.labels, splits.train.facts)
         schedule = build_schedule(config, order)
         checkpoint = load_checkpoint(storage, found, splits.info) if found else None
@@ -124,7 +124,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         device=device,
         network=network,
         model=cast(torch.nn.Module, torch.compile(model)) if config.compile else model,
-        normalize=Normalize(splits.info).to(device),
+        preprocess=preprocessing(splits.info).to(device),
         optimizer=optimizer,
         ema=build_ema(config, network, checkpoint),
     )
@@ -249,7 +249,7 @@ def measure(
     """Measure the network on a split. Raises TooManyBadSamples on every rank."""
     result = evaluate(
         network,
-        training.normalize,
+        training.preprocess,
         reporter.watched(loader),
         splits.info.num_classes,
         training.config,
@@ -264,10 +264,10 @@ def measure(
 def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporter) -> dict[str, float]:
     """Measure the best weights on the test split, or on val where there is none; the numbers and what the
     final pictures are drawn from go to the Tracker."""
-    name, images = ("test", splits.test) if splits.test is not None else ("val", splits.val)
+    name, samples = ("test", splits.test) if splits.test is not None else ("val", splits.val)
     load_weights(training.network, best.model, best.path)
     loader = ray.train.torch.prepare_data_loader(
-        evaluation_loader(training.config, images, training.world, training.device), add_dist_sampler=False
+        evaluation_loader(training.config, samples, training.world, training.device), add_dist_sampler=False
     )
     result = measure(training.network, training, loader, splits, name, reporter, NUM_WORST)
     worst = result.worst
@@ -276,7 +276,7 @@ def test(training: Training, splits: Splits, best: Checkpoint, reporter: Reporte
             split=np.array(name),
             class_names=np.array(splits.info.class_names),
             confusion=np.array(result.confusion),
-            images=on_one_canvas(images, np.array([mistake.sample_id for mistake in worst], np.int64)).numpy(),
+            **samples.shown(np.array([mistake.sample_id for mistake in worst], np.int64)),
             targets=np.array([mistake.target for mistake in worst], np.int64),
             predictions=np.array([mistake.prediction for mistake in worst], np.int64),
             losses=np.array([mistake.loss for mistake in worst]),

@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from app.config import Config
-from app.data.images import ImagesInMemory
+from app.data.samples import InMemory
 from app.data.sampling import build_order, build_schedule
 from app.data.splits import Splits, from_arrays
 from app.distributed import current_world
 from app.loop import Training
-from app.models.build import Normalize
+from app.models.build import preprocessing
 from app.optim import build_optimizer
 from app.setup import build_ema, training_loader
 
@@ -67,8 +67,8 @@ def tiny_splits(config: Config) -> Splits:
 def with_unreadable(splits: Splits, **ids: list[int]) -> Splits:
     """The splits, of which these samples (by split) cannot be read, as in an image-folder held in memory."""
     damaged = {
-        name: ImagesInMemory(
-            splits[name].images(np.arange(len(splits[name].labels))),
+        name: InMemory(
+            splits[name].inputs(np.arange(len(splits[name].labels))),
             splits[name].labels,
             splits[name].facts,
             {i: f"{name}/{i}.png is no readable image" for i in bad},
@@ -90,7 +90,7 @@ def build_training(config: Config, splits: Splits, network: nn.Module | None = N
         device=torch.device("cpu"),
         network=network,
         model=nn.parallel.DistributedDataParallel(network) if world.size > 1 else network,
-        normalize=Normalize(splits.info),
+        preprocess=preprocessing(splits.info),
         optimizer=build_optimizer(config, list(network.parameters())),
         ema=build_ema(config, network, None),
     )

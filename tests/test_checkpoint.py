@@ -23,7 +23,7 @@ from app.checkpoint import (
     load_weights_file,
 )
 from app.config import Config
-from app.data.images import DataInfo
+from app.data.samples import DataInfo
 from app.errors import BadInput, TrainingFailed
 from app.metrics import Window
 from app.runs import checkpoint_names
@@ -229,7 +229,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     data = state_path.read_bytes()
     manifest[STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest_path.write_text(json.dumps(manifest))
-    with pytest.raises(BadInput, match="has format 99, and this version reads 2"):
+    with pytest.raises(BadInput, match="has format 99, and this version reads 3"):
         load_checkpoint(storage, "checkpoint-000000001")
 
 

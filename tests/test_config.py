@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config import Config, did_you_mean, effect_of, load_yaml, to_yaml
+from app.config import Config, did_you_mean, effect_of
+from app.config_file import load_yaml, to_yaml
 from app.errors import BadInput
 from app.models.names import torchvision_models
 

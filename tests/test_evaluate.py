@@ -10,7 +10,7 @@ import torch
 
 from app.checkpoint import CheckpointWriter, Position
 from app.config import Config
-from app.data.splits import load_splits
+from app.data.datasets import load_splits
 from app.errors import BadInput
 from app.evaluate import find_checkpoint, main
 from app.runs import Run, resolved, write_run

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from app.config import Config
-from app.data.images import Subset
 from app.data.loader import build_loader
+from app.data.samples import Subset
 from app.data.sampling import EvaluationBatches
 from app.data.splits import Splits
 from app.distributed import World, current_world
 from app.errors import BadInput, NonFiniteLoss, TooManyBadSamples
 from app.loop import evaluate, refuse_unreadable, train, update_ema
 from app.metrics import Evaluation
-from app.models.build import Normalize
+from app.models.build import preprocessing
 from app.models.mnist_cnn import MnistCnn
 from app.setup import load_optimizer
 from tests.common import PlainNet, build_training, loader_for, on_ranks, tiny_splits, with_unreadable
@@ -295,7 +295,7 @@ def with_a_bad_rank(value: float, bad_step: int) -> tuple[str, int, bool]:
             bad = done == bad_step and training.world.rank == training.world.size - 1
             return pixels.float() * value if bad else pixels.float() / 255
 
-    training.normalize = Poison()
+    training.preprocess = Poison()
     before = None
     try:
         for result in train(training, loader_for(training, splits)):
@@ -327,7 +327,7 @@ def measured_on(splits: Splits, config: Config) -> Evaluation:
     images = splits["test"]
     batches = EvaluationBatches(len(images.labels), config.batch_size, current_world())
     loader = build_loader(images, batches, num_workers=0, skip_unreadable=config.max_bad_samples > 0)
-    return evaluate(network, Normalize(splits.info), loader, 4, config, torch.device("cpu"), num_worst=3)
+    return evaluate(network, preprocessing(splits.info), loader, 4, config, torch.device("cpu"), num_worst=3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -344,7 +344,7 @@ def test_evaluation_is_a_plain_forward_pass() -> None:
     splits, result = tiny_splits(Config(**BASE)), measured(3)
     torch.manual_seed(0)
     network = PlainNet()
-    pixels, labels = splits["test"].images(np.arange(11)), torch.from_numpy(splits["test"].labels)
+    pixels, labels = splits["test"].inputs(np.arange(11)), torch.from_numpy(splits["test"].labels)
     logits = network((pixels.float() / 255 - 0.5) / 0.25)
     assert result.loss == pytest.approx(nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
     assert result.accuracy == pytest.approx((logits.argmax(1) == labels).float().mean().item())
@@ -355,7 +355,7 @@ def test_evaluation_restores_training_mode() -> None:
     splits = tiny_splits(config)
     network = PlainNet().train()
     loader = build_loader(splits["test"], EvaluationBatches(11, 4, World()), num_workers=0)
-    evaluate(network, Normalize(splits.info), loader, 4, config, torch.device("cpu"))
+    evaluate(network, preprocessing(splits.info), loader, 4, config, torch.device("cpu"))
     assert network.training
 
 

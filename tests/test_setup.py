@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from app.config import Config
-from app.data.images import DataInfo
+from app.data.samples import DataInfo
 from app.data.sampling import Schedule
 from app.errors import BadInput, plain_message
 from app.optim import build_optimizer

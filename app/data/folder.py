@@ -1,13 +1,12 @@
 """A folder of images with a subfolder for each class. Imports no torch: the driver checks it early."""
 
-import csv
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.data.tables import as_weight, read_rows
 from app.errors import BadInput
 
 SPLITS = ("train", "val", "test")
@@ -131,28 +130,18 @@ def read_weights(data_dir: str, column: str, paths: Sequence[Path]) -> list[floa
         raise BadInput(f"--weight-column {column}: there is no {root / 'metadata.csv'} that it could be a column of")
     wanted = {os.path.normpath(path) for path in paths}
     weights: dict[str, float] = {}
-    try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            for name in ("file_name", column):
-                if name not in (rows.fieldnames or ()):
-                    raise BadInput(
-                        f"--weight-column {column}: {table} has no column {name}, "
-                        f"only {', '.join(rows.fieldnames or ['an empty first line'])}"
-                    )
-            for row in rows:
-                where = f"--weight-column {column}: {table}, line {rows.line_num}"
-                places = (os.path.normpath(folder / (row["file_name"] or "")) for folder in (root, train))
-                path = next((place for place in places if place in wanted), None)
-                if path is None:
-                    continue
-                if None in row:
-                    raise BadInput(f"{where}: there are more fields than columns")
-                if path in weights:
-                    raise BadInput(f"{where}: {row['file_name']} has a row already")
-                weights[path] = _weight(row[column], where)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadInput(f"--weight-column {column}: {table} cannot be read: {error}") from None
+    for row in read_rows(table, [("file_name", "--weight-column needs"), (column, "--weight-column")]):
+        where = f"--weight-column {column}: {table}, {row.where}"
+        if row.error is not None:
+            raise BadInput(f"{where}: {row.error}")
+        file_name, value = row.values
+        places = (os.path.normpath(folder / file_name) for folder in (root, train))
+        path = next((place for place in places if place in wanted), None)
+        if path is None:
+            continue
+        if path in weights:
+            raise BadInput(f"{where}: {file_name} has a row already")
+        weights[path] = as_weight(value, where)
     found = [weights.get(os.path.normpath(path)) for path in paths]
     missing = [str(path) for path, weight in zip(paths, found, strict=True) if weight is None]
     if missing:
@@ -161,16 +150,6 @@ def read_weights(data_dir: str, column: str, paths: Sequence[Path]) -> list[floa
     if not any(weights.values()):
         raise BadInput(f"--weight-column {column}: all weights in {table} are 0; give some samples a chance")
     return [weights[os.path.normpath(path)] for path in paths]
-
-
-def _weight(text: str | None, where: str) -> float:
-    try:
-        weight = float(text or "")
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight) or weight < 0:
-        raise BadInput(f"{where}: {text!r} is no weight: a finite number, 0 or more")
-    return weight
 
 
 def _classes(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from app.data.augment import Augment, augmented
-from app.data.images import ImageSet
+from app.data.samples import SampleSet
 from app.data.sampling import EvaluationBatches, Request, TrainingBatches
 from app.errors import BadInput
 
@@ -15,7 +15,7 @@ from app.errors import BadInput
 class Batch(TypedDict):
     """One rank's part of a step, for a sampling.Request.
 
-    inputs: uint8 (n, C, H, W); targets and ids: int64 (n,); rows: those of the n that count, num_counted
+    inputs: (n, *shape), see SampleSet; targets and ids: int64 (n,); rows: those of the n that count, num_counted
     of them, as a slice, or as int64 indices where some in between could not be read; where none counts,
     a stand-in. global_count: samples of the step on all ranks, readable or not; unreadable: of each of
     this rank's that is not, what is wrong.
@@ -34,10 +34,12 @@ class Batch(TypedDict):
 class Reader(Dataset):
     """Reads a batch at a time: torch's DataLoader hands __getitems__ whatever the batch sampler yields."""
 
-    def __init__(self, images: ImageSet, augment: Augment | None = None, seed: int = 0, skip_unreadable: bool = False):
-        self._images, self._augment, self._seed = images, augment, seed
+    def __init__(
+        self, samples: SampleSet, augment: Augment | None = None, seed: int = 0, skip_unreadable: bool = False
+    ):
+        self._samples, self._augment, self._seed = samples, augment, seed
         self._skip_unreadable = skip_unreadable
-        self._labels = torch.from_numpy(images.labels)
+        self._labels = torch.from_numpy(samples.labels)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -70,25 +72,25 @@ class Reader(Dataset):
         )
 
     def _read(self, ids: np.ndarray) -> tuple[torch.Tensor, dict[int, str]]:
-        """The images, and by row what is wrong with those that cannot be read, which are black."""
+        """The inputs, and by row what is wrong with those that cannot be read, which are zeros."""
         try:
-            return self._images.images(ids), {}
+            return self._samples.inputs(ids), {}
         except BadInput:
             if not self._skip_unreadable:
                 raise
-        pixels, problems = {}, {}
+        inputs, problems = {}, {}
         for row in range(len(ids)):  # which of them was it?
             try:
-                pixels[row] = self._images.images(ids[row : row + 1])[0]
+                inputs[row] = self._samples.inputs(ids[row : row + 1])[0]
             except BadInput as error:
                 problems[row] = str(error)
-        shape = next(iter(pixels.values())).shape if pixels else self._images.images(ids[:0]).shape[1:]
-        black = torch.zeros(shape, dtype=torch.uint8)
-        return torch.stack([pixels.get(row, black) for row in range(len(ids))]), problems
+        none = self._samples.inputs(ids[:0])
+        zeros = none.new_zeros(next(iter(inputs.values())).shape if inputs else none.shape[1:])
+        return torch.stack([inputs.get(row, zeros) for row in range(len(ids))]), problems
 
 
 def build_loader(
-    images: ImageSet,
+    samples: SampleSet,
     batches: TrainingBatches | EvaluationBatches,
     *,
     num_workers: int,
@@ -98,7 +100,7 @@ def build_loader(
     skip_unreadable: bool = False,
 ) -> DataLoader:
     return DataLoader(
-        Reader(images, augment, seed, skip_unreadable),
+        Reader(samples, augment, seed, skip_unreadable),
         batch_sampler=batches,  # type: ignore[arg-type]  # yields Requests, which Reader takes
         collate_fn=_as_it_is,
         num_workers=num_workers,

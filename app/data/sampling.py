@@ -20,13 +20,15 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from app.config import Config
-from app.distributed import World
 from app.errors import BadInput
+
+if TYPE_CHECKING:
+    from app.distributed import World
 
 # Samples that are sorted by length at a time, in batches: more means less padding and less chance.
 POOL_BATCHES = 100
@@ -268,7 +270,7 @@ def _chosen(config: Config, labels: np.ndarray) -> np.ndarray:
     return ids
 
 
-def rank_slice(global_batch: np.ndarray, world: World) -> np.ndarray:
+def rank_slice(global_batch: np.ndarray, world: "World") -> np.ndarray:
     """The part of a global batch that a rank computes: contiguous, the first ranks one larger if uneven.
 
     The concatenation over ranks is the global batch; with fewer samples than ranks the last are empty.
@@ -372,7 +374,7 @@ class TrainingBatches:
         self,
         order: Callable[[int], np.ndarray],
         schedule: Schedule,
-        world: World,
+        world: "World",
         start_step: int = 0,
         with_partner: bool = False,
     ):
@@ -409,7 +411,7 @@ class EvaluationBatches:
     In order; with groups (N,), group by group, and no batch has samples of two.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, world: World, groups: np.ndarray | None = None):
+    def __init__(self, num_samples: int, batch_size: int, world: "World", groups: np.ndarray | None = None):
         ids = np.arange(num_samples, dtype=np.int64)
         if groups is not None:
             ids = np.argsort(groups, kind="stable")

@@ -13,7 +13,7 @@ class MnistCnn(nn.Module):
     (N, C, H, W) to logits (N, num_classes). Raises BadInput for images under 6 pixels on a side.
     """
 
-    def __init__(self, input_shape: tuple[int, int, int], num_classes: int):
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int):
         super().__init__()
         channels, height, width = input_shape
         if min(height, width) < 6:

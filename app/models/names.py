@@ -5,7 +5,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-MODELS = ("mnist-cnn",)
+TEXT_MODELS = ("text-lstm", "text-transformer")
+MODELS = ("mnist-cnn", *TEXT_MODELS)
 
 
 @functools.cache

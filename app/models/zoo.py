@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.data.images import DataInfo
+from app.data.samples import DataInfo
 from app.errors import BadInput
 
 

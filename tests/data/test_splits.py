@@ -13,18 +13,20 @@ import torch
 import torchvision
 
 from app.config import Config
+from app.data.datasets import check_data, load_splits
 from app.data.folder import scan_folder
-from app.data.images import DataInfo, ImageFiles, aspect_shapes, on_one_canvas, resized
+from app.data.images import ImageFiles, aspect_shapes, resized
 from app.data.loader import Reader, build_loader
+from app.data.samples import DataInfo
 from app.data.sampling import EvaluationBatches, Request, stratified_split
-from app.data.splits import check_data, from_arrays, load_splits
+from app.data.splits import from_arrays
 from app.distributed import World
 from app.errors import BadInput
 from tests.common import with_unreadable, write_images, write_mnist
 
 
 def everything(images) -> torch.Tensor:
-    return images.images(np.arange(len(images.labels)))
+    return images.inputs(np.arange(len(images.labels)))
 
 
 def test_digits_are_split_the_same_way_for_every_seed_and_stratified() -> None:
@@ -201,12 +203,12 @@ def test_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.fromarray(np.full((8, 8), 257 * 100, np.uint16)).save(tmp_path / "a.png")
-    image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 1).images(np.array([0]))
+    image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 1).inputs(np.array([0]))
     assert image.unique().tolist() == [100]
 
 
 def test_no_files_are_an_empty_batch() -> None:
-    assert ImageFiles([], np.array([]), [(8, 8)], 3).images(np.array([], np.int64)).shape == (0, 3, 8, 8)
+    assert ImageFiles([], np.array([]), [(8, 8)], 3).inputs(np.array([], np.int64)).shape == (0, 3, 8, 8)
 
 
 def test_the_facts_of_your_own_data_survive_a_checkpoint() -> None:
@@ -228,13 +230,13 @@ def damage(path: Path, header: bool) -> None:
 
 
 def test_as_many_unreadable_files_as_allowed_are_let_pass_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     write_images(tmp_path, {"cat": 4, "dog": 4}, size=(64, 64))
     damage(tmp_path / "cat" / "000.png", header=True)
     damage(tmp_path / "dog" / "001.png", header=True)
-    check_data(folder_config(tmp_path, max_bad_samples=2))
-    assert "skipping what is no readable image: " in (said := capsys.readouterr().out)
+    (said,) = check_data(folder_config(tmp_path, max_bad_samples=2)).notes
+    assert "skipping what is no readable image: " in said
     assert "cat/000.png" in said
     assert "dog/001.png" in said
     with pytest.raises(BadInput, match=r"cat/000\.png, .*dog/001\.png; mend .* --max-bad-samples \(it is 1\)"):
@@ -257,7 +259,7 @@ def test_an_unreadable_file_is_left_out_of_its_batch(tmp_path: Path, settings: d
         str(tmp_path / "train" / "cat" / "001.png")
     ]
     good = np.array([0, 2, 3, 4, 5])
-    assert torch.equal(batch["inputs"][batch["rows"]], splits.train.images(good))
+    assert torch.equal(batch["inputs"][batch["rows"]], splits.train.inputs(good))
     with pytest.raises(BadInput, match=r"cat/001\.png is no readable image"):
         next(iter(build_loader(splits.train, EvaluationBatches(6, 6, World()), num_workers=0)))
 
@@ -276,7 +278,7 @@ def test_a_sample_whose_mixing_partner_cannot_be_read_is_its_own_partner() -> No
     batch = Reader(splits.train, skip_unreadable=True).__getitems__(request)
     partners = batch["inputs"].roll(1, 0)
     for row, partner in {1: 3, 2: 3, 4: 6}.items():  # 8 is before 3, and 5 before 6
-        assert torch.equal(partners[row], splits.train.images(np.array([partner]))[0])
+        assert torch.equal(partners[row], splits.train.inputs(np.array([partner]))[0])
         assert batch["targets"].roll(1)[row] == splits.train.labels[partner]
     assert torch.is_tensor(batch["rows"])
     assert batch["rows"].tolist() == [1, 2, 4]
@@ -291,7 +293,7 @@ def test_damaged_exif_is_bad_input_and_no_crash(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("PIL.ImageOps.exif_transpose", broken)
     with pytest.raises(BadInput, match=r"000\.png is no readable image: required argument"):
-        ImageFiles([tmp_path / "cat" / "000.png"], np.zeros(1), [(8, 8)], 3).images(np.array([0]))
+        ImageFiles([tmp_path / "cat" / "000.png"], np.zeros(1), [(8, 8)], 3).inputs(np.array([0]))
 
 
 def test_fewer_samples_than_workers(tmp_path: Path) -> None:
@@ -376,14 +378,14 @@ def test_weights_beside_or_inside_the_train_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file_name,v\ncat/000.png,1\n", r"metadata\.csv has no column w, only file_name, v"),
-        ("w\n1\n", "has no column file_name, only w"),
-        ("", "has no column file_name, only an empty first line"),
+        ("file_name,v\ncat/000.png,1\n", r"metadata\.csv has no column w; there are file_name, v"),
+        ("w\n1\n", "has no column file_name; there are w"),
+        ("", "has no column file_name; there are none"),
         ("file_name,w\ncat/000.png,1\ncat/001.png,1\ndog/000.png,2\n", r"has no row for .*dog/001\.png"),
         ("file_name,w\ncat/000.png,1\ncat/001.png,-2\n", r"metadata\.csv, line 3: '-2' is no weight"),
         ("file_name,w\ncat/000.png,nan\n", "line 2: 'nan' is no weight"),
         ("file_name,w\ncat/000.png,many\n", "line 2: 'many' is no weight"),
-        ("file_name,w\ncat/000.png\n", "line 2: None is no weight"),
+        ("file_name,w\ncat/000.png\n", "line 2: 1 fields, and the header has 2"),
         ("file_name,w\ncat/000.png,1\ncat/../cat/000.png,1\n", "line 3: cat/../cat/000.png has a row already"),
         ("file_name,w\n" + "".join(f"{c}/00{n}.png,0\n" for c in ("cat", "dog") for n in range(2)), "are 0"),
     ],
@@ -449,12 +451,12 @@ def test_an_image_is_of_the_group_nearest_to_its_shape_and_resized_to_it(tmp_pat
     splits = load_splits(config)
     assert splits.info.shapes == tuple(aspect_shapes(64))
     for images in (splits.train, splits.val):
-        shapes = [tuple(images.images(np.array([i])).shape) for i in range(4)]
+        shapes = [tuple(images.inputs(np.array([i])).shape) for i in range(4)]
         assert shapes == [(1, 1, 64, 64), (1, 1, 48, 88), (1, 1, 72, 56), (1, 1, 48, 88)]  # square, strip, tall, wide
-    canvas = on_one_canvas(splits.val, np.arange(4))
+    canvas = splits.val.shown(np.arange(4))["images"]
     assert canvas.shape == (4, 1, 72, 88)
-    assert (canvas > 0).sum(dim=(1, 2, 3)).tolist() == [64 * 64, 48 * 88, 72 * 56, 48 * 88]
-    assert on_one_canvas(splits.val, np.array([], np.int64)).shape[0] == 0
+    assert (canvas > 0).sum(axis=(1, 2, 3)).tolist() == [64 * 64, 48 * 88, 72 * 56, 48 * 88]
+    assert len(splits.val.shown(np.array([], np.int64))["images"]) == 0
 
 
 def test_an_image_is_cropped_at_its_centre(tmp_path: Path) -> None:
@@ -463,7 +465,7 @@ def test_an_image_is_cropped_at_its_centre(tmp_path: Path) -> None:
     pixels = np.zeros((8, 16, 3), np.uint8)
     pixels[:, 4:12] = 200  # the centre square
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 3).images(np.array([0]))[0]
+    image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 3).inputs(np.array([0]))[0]
     assert image.unique().tolist() == [200]
 
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from app.checkpoint import load_checkpoint
-from app.config import Config, to_yaml
+from app.config import Config
+from app.config_file import to_yaml
 from app.runs import Summary, checkpoint_names
 from app.spool import read_records
 from app.storage import Storage

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from app.config import to_yaml
+from app.config_file import to_yaml
 from tests.faults.common import Command, Fit, SlowNet, Watched, assert_same_run, free_port, slow_config, wait_until
 from tests.faults.conftest import Figures
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from app.checkpoint import load_checkpoint
-from app.config import Config, to_yaml
+from app.config import Config
+from app.config_file import to_yaml
 from app.errors import BadInput
 from app.evaluate import find_checkpoint
 from app.fit import fit

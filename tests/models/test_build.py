@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from app.config import Config
-from app.data.images import DataInfo
+from app.data.samples import DataInfo
 from app.errors import BadInput
 from app.models.build import Normalize, build_model
 
