@@ -82,11 +82,6 @@ class Checkpoint:
     model: dict[str, torch.Tensor]
     trainer: dict[str, Any]
 
-    def refuse_other_data(self, info: DataInfo) -> None:
-        """Raise BadInput unless it was trained on data of this kind."""
-        if info != self.info:
-            raise BadInput(f"{self.path} was trained on other data:\n  {_differing(self.info, info)}")
-
     def refuse_other_order(self, digest: str) -> None:
         """Raise BadInput unless a step of the order with this digest has the samples that it had in training."""
         if digest != self.position.order:
@@ -97,10 +92,14 @@ class Checkpoint:
             )
 
 
-def _differing(trained: DataInfo, given: DataInfo) -> str:
-    old, new = asdict(trained), asdict(given)
-    names = [name for name in old if old[name] != new[name]]
-    return "\n  ".join(f"{name}: it has {str(old[name])[:200]}, this is {str(new[name])[:200]}" for name in names)
+def refuse_other_data(path: str, trained_on: DataInfo, info: DataInfo) -> None:
+    """Raise BadInput unless what the path holds was trained on data of this kind."""
+    pairs = zip(asdict(trained_on).items(), asdict(info).values(), strict=True)
+    differing = [
+        f"{name}: it has {str(old)[:200]}, this is {str(new)[:200]}" for (name, old), new in pairs if old != new
+    ]
+    if differing:
+        raise BadInput("\n  ".join([f"{path} was trained on other data:", *differing]))
 
 
 def snapshot(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -278,7 +277,7 @@ def load_checkpoint(storage: Storage, name: str, info: DataInfo | None = None) -
             # The files are what the manifest says, and not what we write: made by somebody else.
             raise BadInput(f"{path} is no checkpoint of ours: {type(error).__name__} in reading it") from error
     if info is not None:
-        checkpoint.refuse_other_data(info)
+        refuse_other_data(path, checkpoint.info, info)
     return checkpoint
 
 

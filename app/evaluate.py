@@ -15,11 +15,11 @@ from app.cli import EXIT_CODES, run_main
 from app.config import Config
 from app.errors import BadInput
 from app.metrics import Evaluation
-from app.runs import checkpoint_names, read_run
-from app.storage import Storage
 
 if TYPE_CHECKING:
     import torch
+
+    from app.trained import Trained
 
 
 class Command(BaseModel):
@@ -42,49 +42,25 @@ def main(argv: Sequence[str]) -> int:
     )
     if command.num_workers < 1:
         raise BadInput(f"--num-workers {command.num_workers}: must be at least 1")
-    path = find_checkpoint(command.checkpoint)
-    from app.checkpoint import load_checkpoint
     from app.data.datasets import check_data
+    from app.trained import load_trained
 
-    checkpoint = load_checkpoint(Storage(path), "")
-    config = checkpoint.config
+    trained = load_trained(command.checkpoint)
+    config = trained.config
     data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else config.data_dir
-    for note in check_data(to_evaluate(config, data_dir), checkpoint.info.tokenizer).notes:  # once, not in each task
+    for note in check_data(to_evaluate(config, data_dir), trained.info.tokenizer).notes:  # once, not in each task
         print(note)
     if command.num_workers == 1:
-        result, class_names = evaluate_share(path, command.split, data_dir, command.device, 0, 1)
+        result = evaluate_share(trained, command.split, data_dir, command.device, 0, 1)
     else:
-        result, class_names = evaluate_on_ray(path, config, command, data_dir)
+        result = evaluate_on_ray(trained, command, data_dir)
     from app.loop import refuse_unreadable
 
     for text in result.unreadable:
         print(f"skipping a sample: {text}")
     refuse_unreadable(result, config, command.split)
-    report(path, command.split, result, class_names)
+    report(trained, command.split, result)
     return 0
-
-
-def find_checkpoint(given: str) -> str:
-    """The folder of the checkpoint that a person means by a run, its name, or a checkpoint."""
-    if ".." in given.replace("\\", "/").split("/"):
-        raise BadInput(f"{given}: name the run or the checkpoint by a path without '..'")
-    root = given.rstrip("/") if "://" in given else os.path.abspath(given)
-    for path in (root, os.path.abspath(os.path.join("runs", given))):
-        storage = Storage(path)
-        if "manifest.json" in storage.names(""):
-            return path
-        run = read_run(storage)
-        if run is None:
-            continue
-        names = checkpoint_names(Storage(f"{path}/checkpoints"))
-        if run.summary is not None and run.summary.checkpoint is not None:
-            best = run.summary.checkpoint.rpartition("/")[2]
-            if best in names:
-                return f"{path}/checkpoints/{best}"
-        if names:
-            return f"{path}/checkpoints/{names[-1]}"
-        raise BadInput(f"{given}: this run has no checkpoint")
-    raise BadInput(f"{given} is no run's folder, no run below ./runs, and no checkpoint's folder")
 
 
 def to_evaluate(config: Config, data_dir: str | None) -> Config:
@@ -96,39 +72,35 @@ def to_evaluate(config: Config, data_dir: str | None) -> Config:
 
 
 def evaluate_share(
-    path: str, split: str, data_dir: str | None, device_name: str, rank: int, world_size: int
-) -> tuple[Evaluation, tuple[str, ...]]:
-    """Measure a rank's share of the split; with the class names."""
+    trained: "Trained", split: str, data_dir: str | None, device_name: str, rank: int, world_size: int
+) -> Evaluation:
+    """Measure a rank's share of the split."""
     import torch
 
-    from app.checkpoint import load_checkpoint, load_weights
+    from app.checkpoint import refuse_other_data
     from app.data.datasets import load_splits
     from app.distributed import World
     from app.loop import evaluate
-    from app.models.build import build_model, preprocessing
     from app.setup import evaluation_loader, in_layout
 
     if device_name == "cuda" and not torch.cuda.is_available():
         raise BadInput("--device cuda: there is no GPU here")
     device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
-    checkpoint = load_checkpoint(Storage(path), "")
-    config = to_evaluate(checkpoint.config, data_dir)
-    splits = load_splits(config, checkpoint.info.tokenizer)
-    checkpoint.refuse_other_data(splits.info)
-    network = build_model(config, splits.info, pretrained=False)
-    load_weights(network, checkpoint.model, path)
-    in_layout(network, config)
+    config = to_evaluate(trained.config, data_dir)
+    splits = load_splits(config, trained.info.tokenizer)
+    refuse_other_data(trained.path, trained.info, splits.info)
+    classifier = trained.classifier().to(device)
+    in_layout(classifier, config)
     loader = evaluation_loader(config, splits[split], World(rank, world_size), device)
     batches = ({key: _to(value, device) for key, value in batch.items()} for batch in loader)
-    result = evaluate(
-        network.to(device),
-        preprocessing(splits.info).to(device),
+    return evaluate(
+        classifier.network,
+        classifier.preprocess,
         batches,  # type: ignore[arg-type]  # the same keys
         splits.info.num_classes,
         config,
         device,
     )
-    return result, splits.info.class_names
 
 
 def _to(value: object, device: "torch.device") -> object:
@@ -137,23 +109,22 @@ def _to(value: object, device: "torch.device") -> object:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def evaluate_on_ray(
-    path: str, config: Config, command: Command, data_dir: str | None
-) -> tuple[Evaluation, tuple[str, ...]]:
+def evaluate_on_ray(trained: "Trained", command: Command, data_dir: str | None) -> Evaluation:
     """Shares as Ray tasks; their sums added up give exactly what one process gets."""
     from app.cluster import connected
 
     # What a task needs, not what the training needed.
     needs = {"num_workers": command.num_workers, "device": command.device, "cpus_per_worker": 1.0}
-    config = config.model_copy(update={**needs, "sync_batchnorm": False})
+    config = trained.config.model_copy(update={**needs, "sync_batchnorm": False})
     with connected(config, verbose=False) as cluster:
         import ray
         from ray.exceptions import RayTaskError
 
         share = ray.remote(num_cpus=1, num_gpus=1 if cluster.use_gpu else 0)(evaluate_share)
         device = "cuda" if cluster.use_gpu else "cpu"
+        to_all = ray.put(trained)
         refs = [
-            share.remote(path, command.split, data_dir, device, rank, command.num_workers)
+            share.remote(to_all, command.split, data_dir, device, rank, command.num_workers)
             for rank in range(command.num_workers)
         ]
         try:
@@ -162,10 +133,10 @@ def evaluate_on_ray(
             if isinstance(error.cause, BadInput):
                 raise BadInput(str(error.cause)) from None
             raise
-    return Evaluation.total([result for result, _ in shares]), shares[0][1]
+    return Evaluation.total(shares)
 
 
-def report(path: str, split: str, result: Evaluation, class_names: tuple[str, ...]) -> None:
+def report(trained: "Trained", split: str, result: Evaluation) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -174,7 +145,7 @@ def report(path: str, split: str, result: Evaluation, class_names: tuple[str, ..
     table = Table(title=f"{split}: {result.num_samples:,} samples")
     for column in ("class", "precision", "recall", "F1", "samples"):
         table.add_column(column, justify="left" if column == "class" else "right")
-    rows = result.per_class()
+    rows, class_names = result.per_class(), trained.info.class_names
     for name, row in zip(class_names, rows, strict=True):
         table.add_row(Text(name), *(f"{row[key]:.4f}" for key in ("precision", "recall", "f1")), str(row["support"]))
     output = console()
@@ -187,7 +158,7 @@ def report(path: str, split: str, result: Evaluation, class_names: tuple[str, ..
             matrix.add_row(Text(name), *map(str, counts))
         output.print(matrix)
     content = {
-        "checkpoint": path,
+        "checkpoint": trained.path,
         "split": split,
         "num_samples": result.num_samples,
         "unreadable": result.unreadable,

@@ -12,10 +12,11 @@ from app.checkpoint import CheckpointWriter, Position
 from app.config import Config
 from app.data.datasets import load_splits
 from app.errors import BadInput
-from app.evaluate import find_checkpoint, main
+from app.evaluate import main
 from app.runs import Run, resolved, write_run
 from app.setup import build_network
 from app.storage import Storage
+from app.trained import find_checkpoint
 from tests.common import write_images, write_mnist
 
 

@@ -14,11 +14,11 @@ from app.checkpoint import load_checkpoint
 from app.config import Config
 from app.config_file import to_yaml
 from app.errors import BadInput
-from app.evaluate import find_checkpoint
 from app.fit import fit
 from app.runs import checkpoint_names, read_run
 from app.spool import read_records
 from app.storage import Storage
+from app.trained import find_checkpoint, load_trained
 from tests.common import write_images
 
 pytestmark = [
@@ -81,9 +81,8 @@ def test_a_run_trains_tracks_evaluates_and_is_resumed_longer_on_other_workers(
     assert model.source_run_id == summary.run_id
     pixels = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8)
     loaded = load_model(model.model_uri)
-    from app.mlflow_model import load_classifier
 
-    expected = load_classifier(load_checkpoint(Storage(summary.checkpoint), ""))(pixels)
+    expected = load_trained(summary.checkpoint).classifier()(pixels)
     torch.testing.assert_close(loaded(pixels), expected, rtol=1e-5, atol=1e-6)
 
     # The same again says that it is finished.
