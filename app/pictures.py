@@ -94,10 +94,13 @@ def _mistaken_texts(directory: Path, data: "np.lib.npyio.NpzFile", names: list[s
     ):
         lines.append(f"{names[target]}, not {names[guess]} (loss {loss:.2f})")
         lines += [f"    {line}" for line in textwrap.wrap(textwrap.shorten(text, 300), 110)] + [""]
-    figure = plt.figure(figsize=(11, 0.19 * len(lines) + 0.8))
-    figure.suptitle(f"{split}: worst mistakes")
+    height = 0.155 * len(lines) + 0.8  # inches: what a line of 9 points takes, and the title
+    figure = plt.figure(figsize=(11, height))
+    figure.suptitle(f"{split}: worst mistakes", y=1 - 0.2 / height)
     # As they stand: a dollar sign would begin a formula.
-    figure.text(0.02, 0.02, "\n".join(lines), family="monospace", fontsize=9, va="bottom", parse_math=False)
+    figure.text(
+        0.02, 1 - 0.6 / height, "\n".join(lines), family="monospace", fontsize=9, va="top", parse_math=False
+    )
     return _save(figure, directory / "worst_mistakes.png")
 
 

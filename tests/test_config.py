@@ -14,6 +14,7 @@ from app.errors import BadInput
 from app.models.names import torchvision_models
 
 # settings, and words that the message must have: the flag, the value, what is allowed
+TEXT = {"dataset": "text", "model": "text-lstm", "data_dir": "reviews.csv"}
 REFUSED = [
     ({"lr": 0}, ["--lr", "0", "greater than 0"]),
     ({"lr": -1.5}, ["--lr", "-1.5", "greater than 0"]),
@@ -60,6 +61,23 @@ REFUSED = [
         ["--sampler length-bucketed", "lengths", "--dataset image-folder"],
     ),
     ({"sampler": "aspect-grouped", "dataset": "cifar10"}, ["--sampler aspect-grouped", "shapes", "cifar10"]),
+    ({"dataset": "text", "model": "text-lstm"}, ["--dataset text", "--data-dir", "train, val and test"]),
+    ({**TEXT, "model": "mnist-cnn"}, ["--model mnist-cnn", "has texts", "text-lstm, text-transformer"]),
+    ({"model": "text-lstm"}, ["--model text-lstm reads texts", "--dataset digits has images"]),
+    ({**TEXT, "mixup": 0.5}, ["--mixup 0.5", "texts"]),
+    ({**TEXT, "augment": "shift"}, ["--augment shift", "texts"]),
+    ({**TEXT, "image_size": 32}, ["--image-size 32", "images"]),
+    ({**TEXT, "label_column": "text"}, ["--text-column and --label-column are both text"]),
+    ({**TEXT, "model": "text-transformer", "num_heads": 3}, ["--embedding-size 128", "multiple of --num-heads 3"]),
+    ({**TEXT, "num_heads": 2}, ["--num-heads 2", "--model text-transformer"]),
+    ({**TEXT, "model": "text-transformer", "bidirectional": True}, ["--bidirectional True", "--model text-lstm"]),
+    ({**TEXT, "tokenizer": "t.json", "vocab_size": 100}, ["--vocab-size 100", "--tokenizer word or bpe"]),
+    ({"max_length": 12}, ["--max-length 12", "texts"]),
+    ({"hidden_size": 12}, ["--hidden-size 12", "a text model"]),
+    ({"dataset": "stdlib-docs", "model": "text-lstm", "text_column": "t"}, ["--text-column t", "--dataset text"]),
+    ({"dataset": "stdlib-docs", "model": "text-lstm", "data_dir": "d"}, ["--data-dir d", "read from files"]),
+    ({**TEXT, "sampler": "weighted"}, ["--sampler weighted", "--weight-column"]),
+    ({**TEXT, "sampler": "aspect-grouped"}, ["--sampler aspect-grouped", "shapes", "image-folder"]),
 ]
 
 

@@ -94,12 +94,17 @@ def encode(content: str, texts: Sequence[str], max_length: int) -> Encoded:
     """The first max_length tokens of each text; 0 is padding and in no text.
 
     (Where the tokenizer has another token at 0, that one takes the number of its padding token.)
+    Raises BadInput for a tokenizer that cannot do it, such as one without an unknown token.
     """
     tokenizer, padding = read_tokenizer(content), _padding_id(content)
-    tokenizer.enable_truncation(max_length)  # leaves the tokens that its post-processor adds
     parts, lengths, truncated = [np.empty(0, np.int32)], [], 0
     for start in range(0, len(texts), BLOCK):
-        for encoding in tokenizer.encode_batch_fast(list(texts[start : start + BLOCK])):
+        try:
+            tokenizer.enable_truncation(max_length)  # leaves the tokens that its post-processor adds
+            encodings = tokenizer.encode_batch_fast(list(texts[start : start + BLOCK]))
+        except Exception as error:  # the library raises nothing more special
+            raise BadInput(f"the tokenizer cannot encode at --max-length {max_length}: {error}") from None
+        for encoding in encodings:
             parts.append(np.array(encoding.ids, np.int32))
             lengths.append(len(encoding.ids))
             truncated += bool(encoding.overflowing)
