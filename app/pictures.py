@@ -98,9 +98,7 @@ def _mistaken_texts(directory: Path, data: "np.lib.npyio.NpzFile", names: list[s
     figure = plt.figure(figsize=(11, height))
     figure.suptitle(f"{split}: worst mistakes", y=1 - 0.2 / height)
     # As they stand: a dollar sign would begin a formula.
-    figure.text(
-        0.02, 1 - 0.6 / height, "\n".join(lines), family="monospace", fontsize=9, va="top", parse_math=False
-    )
+    figure.text(0.02, 1 - 0.6 / height, "\n".join(lines), family="monospace", fontsize=9, va="top", parse_math=False)
     return _save(figure, directory / "worst_mistakes.png")
 
 
