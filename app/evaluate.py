@@ -45,8 +45,10 @@ def main(argv: Sequence[str]) -> int:
     path = find_checkpoint(command.checkpoint)
     from app.checkpoint import load_checkpoint
     from app.data.splits import check_data
+    from app.user_code import import_own
 
     config = load_checkpoint(Storage(path), "").config
+    import_own(config)
     data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else config.data_dir
     check_data(to_evaluate(config, data_dir))  # once, not in each task
     if command.num_workers == 1:

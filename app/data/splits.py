@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import CALLABLE, Config
 from app.data.folder import Folder, check_headers, read_sizes, read_weights, scan_folder
 from app.errors import BadInput
-from app.user_code import find_callable
+from app.user_code import DATASET_ARGUMENTS, find_callable, told_as_bad_input
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,8 +80,6 @@ def check_data(config: Config) -> None:
             _check_folder_order(folder, config)
     elif config.dataset == "synthetic":
         _enough(config.synthetic_samples or 10_000, config)
-    elif CALLABLE.fullmatch(config.dataset):
-        find_callable("--dataset", config.dataset)
     if config.subset_file is not None:
         from app.data.sampling import read_subset
 
@@ -115,12 +113,9 @@ def load_splits(config: Config) -> Splits:
     if config.dataset == "image-folder":
         splits = _load_folder(config)
     elif CALLABLE.fullmatch(config.dataset):
-        splits = find_callable("--dataset", config.dataset)(config)
-        if not isinstance(splits, Splits):
-            raise BadInput(
-                f"--dataset {config.dataset} returned {type(splits).__name__}: "
-                "it must return app.data.splits.Splits (app.data.splits.from_arrays makes one)"
-            )
+        load = find_callable("--dataset", config.dataset, *DATASET_ARGUMENTS)
+        with told_as_bad_input(f"--dataset {config.dataset}"):
+            splits = _checked(load(config))
     else:
         splits = {"digits": _load_digits, "synthetic": _load_synthetic}.get(config.dataset, _load_torchvision)(config)
     assert isinstance(splits.info, DataInfo)
@@ -158,6 +153,9 @@ def from_arrays(
         pixels, labels = split
         return ImagesInMemory(resized(pixels, image_size) if image_size else pixels, labels, facts)
 
+    _check_arrays({"train": train, "val": val, "test": test}, class_names, mean, std)
+    if val is None and not 0 < val_fraction < 1:
+        raise BadInput(f"from_arrays: val_fraction is {val_fraction}: without val it must be between 0 and 1")
     for name, values in (("weights", weights), ("lengths", lengths)):
         if values is not None and np.shape(values) != (len(train[1]),):
             raise BadInput(f"from_arrays: {name} has the shape {np.shape(values)} for {len(train[1])} training samples")
@@ -173,6 +171,88 @@ def from_arrays(
         in_memory(test) if test else None,
         val_fraction,
     )
+
+
+def _check_arrays(splits: dict[str, Any], class_names: Any, mean: Any, std: Any) -> None:
+    """Raise BadInput for what from_arrays() cannot take, saying what it can."""
+    import numpy as np
+    import torch
+
+    names = None if isinstance(class_names, str) else list(class_names)
+    if names is None or not all(isinstance(name, str) for name in names) or len(set(names)) < max(2, len(names)):
+        raise BadInput(
+            f"from_arrays: class_names is {class_names!r}: it must be a tuple of two or more different str, "
+            "one for each label from 0 on"
+        )
+    channels = None
+    for split, given in splits.items():
+        if given is None and split != "train":
+            continue
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise BadInput(f"from_arrays: {split} is a {type(given).__name__}: it must be a pair (images, labels)")
+        images = given[0]
+        if not isinstance(images, torch.Tensor):
+            raise BadInput(
+                f"from_arrays: the images of {split} are a {type(images).__name__}: they must be a torch.Tensor of "
+                "dtype uint8 and shape (N, C, H, W) (torch.from_numpy makes one of a NumPy array)"
+            )
+        if images.dtype != torch.uint8 or images.ndim != 4 or not images.numel() or images.device.type != "cpu":
+            raise BadInput(
+                f"from_arrays: the images of {split} are {images.dtype} of shape {tuple(images.shape)} on "
+                f"{images.device}: they must be torch.uint8 (pixels 0..255) of shape (N, C, H, W), not empty, on cpu"
+            )
+        if channels is not None and images.shape[1:] != channels:
+            raise BadInput(
+                f"from_arrays: the images of {split} have the shape {tuple(images.shape[1:])}, "
+                f"those of train {tuple(channels)}: all splits must have the same"
+            )
+        channels = images.shape[1:]
+        _check_labels(f"from_arrays: the labels of {split}", given[1], len(images), len(names))
+    assert channels is not None
+    for name, values in (("mean", mean), ("std", std)):
+        try:
+            numbers = np.asarray(values, np.float64)
+        except (TypeError, ValueError):
+            numbers = np.array(np.nan)
+        good = np.isfinite(numbers).all() and (name == "mean" or (numbers > 0).all())
+        if numbers.shape != (channels[0],) or not good:
+            above_zero = " above 0" if name == "std" else ""
+            raise BadInput(
+                f"from_arrays: {name} is {values!r}: it must have a finite number{above_zero}, for pixels of 0..1, "
+                f"for each of the {channels[0]} channels; the images' shape (C, H, W) is {tuple(channels)}"
+            )
+
+
+def _check_labels(what: str, labels: Any, num_samples: int, num_classes: int) -> None:
+    import numpy as np
+
+    found = np.asarray(labels)
+    if found.dtype.kind not in "iu" or found.shape != (num_samples,):
+        raise BadInput(
+            f"{what} are {found.dtype} of shape {found.shape}: "
+            f"they must be integers of shape ({num_samples},), one for each sample"
+        )
+    if found.min() < 0 or found.max() >= num_classes:
+        raise BadInput(
+            f"{what} go from {found.min()} to {found.max()}: "
+            f"with {num_classes} class_names they must be 0 to {num_classes - 1}"
+        )
+
+
+def _checked(splits: Any) -> Splits:
+    """The user's splits, whether from_arrays() made them or not. Raises BadInput."""
+    import numpy as np
+
+    if not isinstance(splits, Splits):
+        raise BadInput(
+            f"it returned {type(splits).__name__}: "
+            "it must return app.data.splits.Splits (app.data.splits.from_arrays makes one)"
+        )
+    for name, samples in splits.named().items():
+        if not isinstance(samples.labels, np.ndarray) or samples.labels.dtype != np.int64 or not len(samples.labels):
+            raise BadInput(f"{name}.labels must be an int64 NumPy array of shape (N,), not empty")
+        _check_labels(f"{name}.labels", samples.labels, len(samples.labels), splits.info.num_classes)
+    return splits
 
 
 def _made(

@@ -1,7 +1,5 @@
 """Models by name: build_model() makes one for a data set's classes and image shape."""
 
-import inspect
-
 import torch
 from torch import nn
 
@@ -11,7 +9,7 @@ from app.errors import BadInput
 from app.models.mnist_cnn import MnistCnn
 from app.models.names import MODELS
 from app.models.zoo import build_torchvision
-from app.user_code import find_callable
+from app.user_code import MODEL_ARGUMENTS, find_callable, told, told_as_bad_input
 
 
 def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> nn.Module:
@@ -23,16 +21,14 @@ def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> n
     if config.model in MODELS:
         model: nn.Module = MnistCnn(info.input_shape, info.num_classes)
     elif CALLABLE.fullmatch(config.model):
-        build = find_callable("--model", config.model)
-        try:
-            inspect.signature(build).bind(num_classes=1, input_shape=(1, 1, 1))
-        except (TypeError, ValueError) as error:
-            raise BadInput(
-                f"--model {config.model} is called with num_classes and input_shape, which it does not take: {error}"
-            ) from None
-        model = build(num_classes=info.num_classes, input_shape=info.input_shape)
-        if not isinstance(model, nn.Module):
-            raise BadInput(f"--model {config.model} returned {type(model).__name__}: it must return a torch.nn.Module")
+        build = find_callable("--model", config.model, *MODEL_ARGUMENTS)
+        with told_as_bad_input(f"--model {config.model}"):
+            model = build(num_classes=info.num_classes, input_shape=info.input_shape)
+            if not isinstance(model, nn.Module):
+                raise BadInput(f"it returned {type(model).__name__}: it must return a torch.nn.Module")
+            if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                raise BadInput(f"it returned a {type(model).__name__}: return what is in it, .module; the run wraps it")
+        _check_parameters(model, config.model)
     else:
         named = config.weights is not None and not is_weights_file(config.weights)
         weights = config.weights if pretrained and named else None
@@ -43,24 +39,44 @@ def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> n
 
 
 def _check(model: nn.Module, config: Config, info: DataInfo, input_shape: tuple[int, int, int]) -> None:
-    """Two black images of the shape must give two rows of logits."""
+    """Two black images of the shape must give two rows of logits, in evaluation mode."""
     name, training = config.model, model.training
     model.eval()
     shape = "x".join(str(side) for side in input_shape)
+    images = torch.zeros(2, *input_shape)
+    if config.channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)  # as in training: view() may not take it
     try:
         with torch.no_grad():
-            logits = model(torch.zeros(2, *input_shape))
-    except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+            logits = model(images)
+    except BadInput:
+        raise
+    except Exception as error:  # a network of the user's own raises anything
         remedy = "another --image-size may suit it"
+        if CALLABLE.fullmatch(name):
+            remedy = f"it is called with float32 of shape (N, {', '.join(map(str, input_shape))})"
         if info.shapes:
             remedy = f"--sampler {config.sampler} needs one that takes images of any shape, such as resnet18"
-        raise BadInput(f"--model {name} does not take images of {shape}: {reason[0]}; {remedy}") from error
+        raise BadInput(f"--model {name} does not take images of {shape}: {told(error)}; {remedy}") from error
     finally:
         model.train(training)
     if not isinstance(logits, torch.Tensor) or logits.shape != (2, info.num_classes):
         got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise BadInput(f"--model {name} gives {got} for 2 images of {shape}: expected logits (2, {info.num_classes})")
+    if not logits.is_floating_point() or not logits.isfinite().all():
+        what = f"{logits.dtype}" if not logits.is_floating_point() else "NaN or infinite logits"
+        raise BadInput(f"--model {name} gives {what} for black images of {shape}: expected finite floats")
+
+
+def _check_parameters(model: nn.Module, name: str) -> None:
+    """Of a network of the user's own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if elsewhere := {str(tensor.device) for tensor in tensors} - {"cpu"}:
+        raise BadInput(f"--model {name} returned a network on {', '.join(elsewhere)}: leave it on the CPU")
+    if other := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float32"}:
+        raise BadInput(f"--model {name} has parameters of {', '.join(other)}: use torch.float32, and --precision bf16")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadInput(f"--model {name} returned a network without a parameter to train")
 
 
 class Normalize(nn.Module):

@@ -318,7 +318,7 @@ def test_your_own_data_set() -> None:
     ("reference", "message"),
     [
         ("tests.nowhere:load", "No module named 'tests.nowhere'"),
-        ("tests.common:nothing", "tests.common has no callable nothing"),
+        ("tests.common:nothing", r"common.py\) has no nothing"),
         ("tests.data.test_splits:returns_a_list", "returned list"),
     ],
 )
