@@ -1,6 +1,7 @@
 """The user's own models and data sets, named as package.module:attribute: found, called, sent to a cluster."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -29,7 +30,7 @@ def find_callable(flag: str, reference: str, *arguments: str) -> Callable[..., A
     """'package.module:attribute' as the object, which can be called with arguments of these names. Raises BadInput."""
     # Ray puts the directory that the command was started in before what was sent from it. On another
     # node an older copy may lie at that path.
-    sys.path.sort(key=lambda path: SENT not in path)
+    sys.path.sort(key=lambda path: SENT not in str(path))
     module_name, _, attribute = reference.partition(":")
     if module_name.endswith(".py"):
         raise BadInput(f"{flag} {reference}: write {module_name.removesuffix('.py')}:{attribute}, without .py")
@@ -45,7 +46,8 @@ def find_callable(flag: str, reference: str, *arguments: str) -> Callable[..., A
     if not hasattr(module, attribute):
         raise BadInput(f"{flag} {reference}: {module_name} ({path}) has no {attribute}")
     found = getattr(module, attribute)
-    if not inspect.isroutine(found) and not inspect.isclass(found) and not hasattr(found, "func"):  # functools.partial
+    # Not whatever can be called: a network itself can.
+    if not inspect.isroutine(found) and not inspect.isclass(found) and not isinstance(found, functools.partial):
         raise BadInput(
             f"{flag} {reference}: {attribute} in {path} is an object of type {type(found).__name__}: "
             f"it must be a function or a class, which is called with {' and '.join(arguments)}"

@@ -84,7 +84,8 @@ def test_a_job_keeps_its_working_dir_and_modules(elsewhere: Path, client: JobSub
     words = write_code(tmp_path)
     (tmp_path / "working").mkdir()
     (tmp_path / "working" / "hello.txt").write_text("of the job")
-    (tmp_path / "jobs_own.py").write_text("")
+    (tmp_path / "jobs_own").mkdir()
+    (tmp_path / "jobs_own" / "__init__.py").write_text("")
     mine = tmp_path / "project" / "mine.py"
     mine.write_text(
         mine.read_text().replace(
@@ -99,7 +100,7 @@ def test_a_job_keeps_its_working_dir_and_modules(elsewhere: Path, client: JobSub
     project = shlex.quote(str(tmp_path / "project"))
     job = client.submit_job(
         entrypoint=f"cd {project} && exec {shlex.join(words)}",
-        runtime_env={"working_dir": str(tmp_path / "working"), "py_modules": [str(tmp_path / "jobs_own.py")]},
+        runtime_env={"working_dir": str(tmp_path / "working"), "py_modules": [str(tmp_path / "jobs_own")]},
     )
     wait_until(lambda: client.get_job_status(job).is_terminal())
     assert client.get_job_status(job) == JobStatus.SUCCEEDED, client.get_job_logs(job)
