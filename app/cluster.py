@@ -1,6 +1,7 @@
 """Ray: a local one that starts and stops with the command, or the cluster that RAY_ADDRESS names."""
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 from app.config import Config
 from app.errors import BadInput
+from app.user_code import packed
 
 CONNECT_S = 10.0
 
@@ -47,7 +49,8 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
             host, _, port = address.rpartition("://")[2].rpartition(":")
             if port.isdigit():  # Ray itself tries for minutes where nobody answers
                 socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-            ray.init(address=address, **options)
+            with packed(config) as modules:
+                ray.init(address=address, runtime_env=runtime_env(modules), **options)
         except (OSError, ValueError, RuntimeError) as error:
             raise BadInput(f"RAY_ADDRESS {address}: no cluster answers there: {error}") from None
     print_messages = messages.print_to_stdstream
@@ -66,6 +69,14 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
             messages.print_to_stdstream = print_messages
 
 
+def runtime_env(modules: list[str]) -> dict[str, Any]:
+    """What Ray is to send to every node: these modules, beside those that a submitted job has named itself."""
+    if not modules:
+        return {}
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+    return {"py_modules": [*(job.get("py_modules") or ()), *modules]}
+
+
 def set_environment() -> None:
     """Ray's settings in the environment, but for those that the user has set there."""
     settings = {
@@ -74,6 +85,7 @@ def set_environment() -> None:
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers find the user's modules where the command was started
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # then attempts.py looks how many have room
+        "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",  # else it refuses a job with modules of its own, see runtime_env()
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # attempts.py watches: Ray's is an actor, heard through a barrier
     }
     if "RAY_ADDRESS" not in os.environ:

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from app.cluster import Cluster, connected, set_environment
-from app.config import CALLABLE, Config
+from app.config import Config
 from app.config_file import to_yaml
 from app.data.datasets import check_data
 from app.deliver import Target, deliver, without_credentials
@@ -37,7 +37,7 @@ from app.runs import (
 )
 from app.spool import Spool
 from app.tracking import DeliveryState, Tracker
-from app.user_code import find_callable
+from app.user_code import import_own
 
 if TYPE_CHECKING:
     from app.worker import Outcome
@@ -59,11 +59,10 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     config = config.model_copy(update={"tracking_uri": without_credentials(config.tracking_uri or "")})
     if done := finished_before(config, display):
         return done, 0
+    import_own(config)
     found = check_data(config, stored_tokenizer(config))
     for note in found.notes:
         display.event(note)
-    if CALLABLE.fullmatch(config.model):
-        find_callable("--model", config.model)
     run_storage(config).check_writable()
     display.event(f"run {config.run_name} in {run_storage(config).root}")
 

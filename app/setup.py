@@ -67,6 +67,11 @@ def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, sche
         ) from error
 
 
+def ddp_options(config: Config) -> dict[str, Any]:
+    """What DistributedDataParallel is made with."""
+    return {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load its state, in the memory layout of the parameters.
 

@@ -33,6 +33,7 @@ from app.setup import (
     build_ema,
     build_network,
     check_smallest_part,
+    ddp_options,
     evaluation_loader,
     load_optimizer,
     set_up_torch,
@@ -112,8 +113,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
     splits, order, schedule, checkpoint, network = together(prepare, reporter, device)
     if checkpoint is not None:
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
-    ddp_options = {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
-    model = ray.train.torch.prepare_model(network, parallel_strategy_kwargs=ddp_options)
+    model = ray.train.torch.prepare_model(network, parallel_strategy_kwargs=ddp_options(config))
     optimizer = build_optimizer(config, list(network.parameters()))
     if checkpoint is not None:
         load_optimizer(optimizer, checkpoint.trainer["optimizer"])

@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import functools
 import multiprocessing
+import re
 import struct
 import tempfile
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from app.distributed import current_world
 from app.loop import Training
 from app.models.build import preprocessing
 from app.optim import build_optimizer
-from app.setup import build_ema, training_loader
+from app.setup import build_ema, ddp_options, training_loader
 
 
 class PlainNet(nn.Module):
@@ -89,7 +90,7 @@ def build_training(config: Config, splits: Splits, network: nn.Module | None = N
         world=world,
         device=torch.device("cpu"),
         network=network,
-        model=nn.parallel.DistributedDataParallel(network) if world.size > 1 else network,
+        model=nn.parallel.DistributedDataParallel(network, **ddp_options(config)) if world.size > 1 else network,
         preprocess=preprocessing(splits.info),
         optimizer=build_optimizer(config, list(network.parameters())),
         ema=build_ema(config, network, None),
@@ -150,3 +151,14 @@ def write_images(root: Path, classes: dict[str, int], size: tuple[int, int] = (1
         for number in range(count):
             pixels = generator.integers(0, 256, (size[1], size[0], 3), np.uint8)
             Image.fromarray(pixels).save(root / name / f"{number:03d}.png")
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def write_examples(page: str, folder: Path) -> list[list[str]]:
+    """Write the page's example files there. Returns its commands: the words after python -m app.train."""
+    text = (DOCS / page).read_text()
+    for name, code in re.findall(r"`(\w+\.py)`(?:(?!```)[^\n])*\n\n```python\n(.*?)```", text, re.S):
+        (folder / name).write_text(code)
+    return [line.split() for line in re.findall(r"^    python -m app.train (.*)", text, re.M)]

@@ -8,7 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional as F
 
 from app.config import Config
 from app.data.loader import build_loader
@@ -384,6 +387,60 @@ def asked_to_stop(rank_that_asks: int) -> list[bool]:
 
 def test_all_ranks_stop_at_the_step_at_which_one_was_asked_to() -> None:
     assert on_ranks(2, asked_to_stop, 1) == [[False, False, True]] * 2
+
+
+class HalfUsed(PlainNet):
+    """A second class layer takes the first one's place in every other forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.calls = nn.Linear(8 * 6 * 6, 4), 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        layer = self.other if self.calls % 2 else self.fc
+        return layer(F.relu(self.conv(images)).flatten(1))
+
+
+def half_used(find_unused_parameters: bool) -> list[float] | str:
+    config = Config(**BASE, find_unused_parameters=find_unused_parameters)
+    splits = tiny_splits(config)
+    torch.manual_seed(0)
+    training = build_training(config, splits, HalfUsed())
+    try:
+        return [result.loss for result in train(training, loader_for(training, splits))]
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_parameters_that_are_not_used_in_a_step() -> None:
+    alone = half_used(False)
+    assert isinstance(alone, list)
+    for losses in on_ranks(2, half_used, True):
+        assert losses == pytest.approx(alone, rel=1e-5)
+    assert all("find_unused_parameters=True" in str(told) for told in on_ranks(2, half_used, False))
+
+
+def reductions(grad_accumulation: int) -> tuple[int, int]:
+    """Steps made, and how often gradients were added up over the ranks."""
+    config = Config(**{**BASE, "grad_accumulation": grad_accumulation})
+    splits = tiny_splits(config)
+    training, counted = build_training(config, splits), []
+
+    def hook(group: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[reportPrivateImportUsage]
+        if bucket.is_last():
+            counted.append(bucket.index())
+        return allreduce_hook(group, bucket)  # type: ignore[arg-type]  # None is the default group
+
+    assert isinstance(training.model, nn.parallel.DistributedDataParallel)
+    training.model.register_comm_hook(None, hook)
+    return len(list(train(training, loader_for(training, splits)))), len(counted)
+
+
+def test_gradients_travel_once_a_step() -> None:
+    for accumulation in (1, 3):
+        for steps, times in on_ranks(2, reductions, accumulation):
+            assert steps == times > 3
 
 
 def test_bf16_trains_close_to_fp32() -> None:

@@ -1,6 +1,7 @@
 """From settings to what a worker trains with."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from app.data.samples import DataInfo
 from app.data.sampling import Schedule
 from app.errors import BadInput, plain_message
 from app.optim import build_optimizer
-from app.setup import check_smallest_part, load_optimizer
+from app.setup import build_network, check_smallest_part, load_optimizer, set_up_torch
 
 INFO = DataInfo((1, 8, 8), ("a", "b"), (0.5,), (0.25,), 57)
 
@@ -66,6 +67,27 @@ def test_batch_norm_is_not_given_a_single_sample(
 def test_synchronized_batch_norm_is_not_tried_on_the_cpu() -> None:
     network = nn.SyncBatchNorm.convert_sync_batchnorm(Normed())
     check_smallest_part(network, Config(batch_size=8, sync_batchnorm=True), INFO, Schedule((57,), 8, 1))
+
+
+def test_sync_batchnorm_converts_the_network() -> None:
+    for wanted in (True, False):
+        network = build_network(Config(model="resnet18", sync_batchnorm=wanted), INFO, checkpoint=None)
+        assert any(isinstance(module, nn.SyncBatchNorm) for module in network.modules()) is wanted
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_sets_torchs_switches(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    threads = torch.get_num_threads()
+    try:
+        set_up_torch(Config(deterministic=deterministic), torch.device("cuda"))
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert torch.backends.cudnn.benchmark is not deterministic
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
 
 
 def test_a_message_from_a_loader_process_comes_without_its_traceback() -> None:

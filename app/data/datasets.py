@@ -21,7 +21,7 @@ from app.data.builtin import (
 from app.data.folder import Folder, check_headers, read_sizes, read_weights, scan_folder
 from app.data.sampling import Facts, build_order, read_subset, stratified_split
 from app.errors import BadInput
-from app.user_code import find_callable
+from app.user_code import DATASET_ARGUMENTS, find_callable, told_as_bad_input
 
 if TYPE_CHECKING:
     from app.data.samples import SampleSet
@@ -58,8 +58,6 @@ def check_data(config: Config, tokenizer: str | None = None) -> Found:
         found = _check_texts(config, tokenizer)
     elif config.dataset == "synthetic":
         _enough(config.synthetic_samples or 10_000, config)
-    elif CALLABLE.fullmatch(config.dataset):
-        find_callable("--dataset", config.dataset)
     if config.subset_file is not None:
         read_subset(config.subset_file)
     return found
@@ -95,7 +93,7 @@ def _enough(num_samples: int, config: Config) -> None:
 
 def load_splits(config: Config, tokenizer: str | None = None) -> "Splits":
     """Read the data set; texts with the tokenizer that check_data() made. Raises BadInput where it cannot be used."""
-    from app.data.splits import Splits
+    from app.data.splits import checked
 
     if config.dataset == "image-folder":
         splits = _load_folder(config)
@@ -103,12 +101,9 @@ def load_splits(config: Config, tokenizer: str | None = None) -> "Splits":
         assert tokenizer is not None
         splits = _load_texts(config, tokenizer)
     elif CALLABLE.fullmatch(config.dataset):
-        splits = find_callable("--dataset", config.dataset)(config)
-        if not isinstance(splits, Splits):
-            raise BadInput(
-                f"--dataset {config.dataset} returned {type(splits).__name__}: "
-                "it must return app.data.splits.Splits (app.data.splits.from_arrays makes one)"
-            )
+        load = find_callable("--dataset", config.dataset, *DATASET_ARGUMENTS)
+        with told_as_bad_input(f"--dataset {config.dataset}"):
+            splits = checked(load(config))
     else:
         load = {"digits": load_digits_images, "synthetic": load_synthetic}.get(config.dataset, load_torchvision)
         splits = load(config)

@@ -1,7 +1,7 @@
 """What data is to the rest: inputs and labels by sample id, and what a model has to know of them."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -44,8 +44,14 @@ class DataInfo:
         return len(self.class_names)
 
     @property
+    def kind(self) -> Literal["images", "texts", "features"]:
+        if self.dtype == "uint8":
+            return "images"
+        return "features" if self.tokenizer is None else "texts"
+
+    @property
     def is_image(self) -> bool:
-        return self.dtype == "uint8"
+        return self.kind == "images"
 
     @property
     def vocab_size(self) -> int:

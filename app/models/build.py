@@ -1,7 +1,5 @@
 """Models by name: build_model() makes one for a data set's classes and image shape."""
 
-import inspect
-
 import torch
 from torch import nn
 
@@ -12,7 +10,7 @@ from app.models.mnist_cnn import MnistCnn
 from app.models.names import MODELS, TEXT_MODELS
 from app.models.text import TextLstm, TextTransformer
 from app.models.zoo import build_torchvision
-from app.user_code import find_callable
+from app.user_code import find_callable, told, told_as_bad_input
 
 
 def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> nn.Module:
@@ -22,29 +20,23 @@ def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> n
     Raises BadInput for a network that cannot be built or that does not take these images.
     """
     is_text = info.tokenizer is not None
-    if not CALLABLE.fullmatch(config.model) and (is_text, info.is_image) != (
-        config.model in TEXT_MODELS,
-        config.model not in TEXT_MODELS,
-    ):
-        takes = "texts" if config.model in TEXT_MODELS else "images"
+    takes = "texts" if config.model in TEXT_MODELS else "images"
+    if not CALLABLE.fullmatch(config.model) and takes != info.kind:
         raise BadInput(f"--model {config.model} takes {takes}, and --dataset {config.dataset} has {info}")
     if config.model in TEXT_MODELS:
         model: nn.Module = build_text_model(config, info)
     elif config.model in MODELS:
         model = MnistCnn(info.input_shape, info.num_classes)
     elif CALLABLE.fullmatch(config.model):
-        build = find_callable("--model", config.model)
-        given = {"vocab_size": info.vocab_size} if is_text else {"input_shape": info.input_shape}
-        try:
-            inspect.signature(build).bind(num_classes=info.num_classes, **given)
-        except (TypeError, ValueError) as error:
-            raise BadInput(
-                f"--model {config.model} is called with num_classes and {next(iter(given))}, "
-                f"which it does not take: {error}"
-            ) from None
-        model = build(num_classes=info.num_classes, **given)
-        if not isinstance(model, nn.Module):
-            raise BadInput(f"--model {config.model} returned {type(model).__name__}: it must return a torch.nn.Module")
+        argument, value = ("vocab_size", info.vocab_size) if is_text else ("input_shape", info.input_shape)
+        build = find_callable("--model", config.model, "num_classes", argument)
+        with told_as_bad_input(f"--model {config.model}"):
+            model = build(num_classes=info.num_classes, **{argument: value})
+            if not isinstance(model, nn.Module):
+                raise BadInput(f"it returned {type(model).__name__}: it must return a torch.nn.Module")
+            if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                raise BadInput(f"it returned a {type(model).__name__}: return what is in it, .module; the run wraps it")
+        _check_parameters(model, config.model)
     else:
         named = config.weights is not None and not is_weights_file(config.weights)
         weights = config.weights if pretrained and named else None
@@ -63,25 +55,45 @@ def build_text_model(config: Config, info: DataInfo) -> nn.Module:
 
 
 def _check(model: nn.Module, config: Config, info: DataInfo, input_shape: tuple[int, ...]) -> None:
-    """Two samples of the shape must give two rows of logits."""
+    """Two samples of the shape must give two rows of logits, in evaluation mode."""
     name, training = config.model, model.training
     model.eval()
-    kind = "images" if info.is_image else "texts" if info.tokenizer is not None else "features"
-    shape = "x".join(str(side) for side in input_shape)
+    inputs = preprocessing(info)(info.example(2, input_shape))
+    if config.channels_last and info.is_image:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)  # as in training: view() may not take it
+    what = f"{info.kind} of {'x'.join(map(str, input_shape))}"
     try:
         with torch.no_grad():
-            logits = model(preprocessing(info)(info.example(2, input_shape)))
-    except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as error:
-        reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+            logits = model(inputs)
+    except BadInput:
+        raise
+    except Exception as error:  # a network of the user's own raises anything
         remedy = "; another --image-size may suit it" if info.is_image else ""
+        if CALLABLE.fullmatch(name):
+            dtype = str(inputs.dtype).removeprefix("torch.")
+            remedy = f"; it is called with {dtype} of shape (N, {', '.join(map(str, input_shape))})"
         if info.shapes:
             remedy = f"; --sampler {config.sampler} needs one that takes images of any shape, such as resnet18"
-        raise BadInput(f"--model {name} does not take {kind} of {shape}: {reason[0]}{remedy}") from error
+        raise BadInput(f"--model {name} does not take {what}: {told(error)}{remedy}") from error
     finally:
         model.train(training)
     if not isinstance(logits, torch.Tensor) or logits.shape != (2, info.num_classes):
         got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise BadInput(f"--model {name} gives {got} for 2 {kind} of {shape}: expected logits (2, {info.num_classes})")
+        raise BadInput(f"--model {name} gives {got} for 2 {what}: expected logits (2, {info.num_classes})")
+    if not logits.is_floating_point() or not logits.isfinite().all():
+        given = f"{logits.dtype}" if not logits.is_floating_point() else "NaN or infinite logits"
+        raise BadInput(f"--model {name} gives {given} for {what}: expected finite floats")
+
+
+def _check_parameters(model: nn.Module, name: str) -> None:
+    """Of a network of the user's own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if elsewhere := {str(tensor.device) for tensor in tensors} - {"cpu"}:
+        raise BadInput(f"--model {name} returned a network on {', '.join(elsewhere)}: leave it on the CPU")
+    if other := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float32"}:
+        raise BadInput(f"--model {name} has parameters of {', '.join(other)}: use torch.float32, and --precision bf16")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadInput(f"--model {name} returned a network without a parameter to train")
 
 
 def preprocessing(info: DataInfo) -> nn.Module:

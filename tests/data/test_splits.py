@@ -22,6 +22,7 @@ from app.data.sampling import EvaluationBatches, Request, stratified_split
 from app.data.splits import from_arrays
 from app.distributed import World
 from app.errors import BadInput
+from app.models.build import preprocessing
 from tests.common import with_unreadable, write_images, write_mnist
 
 
@@ -320,7 +321,7 @@ def test_your_own_data_set() -> None:
     ("reference", "message"),
     [
         ("tests.nowhere:load", "No module named 'tests.nowhere'"),
-        ("tests.common:nothing", "tests.common has no callable nothing"),
+        ("tests.common:nothing", r"common.py\) has no nothing"),
         ("tests.data.test_splits:returns_a_list", "returned list"),
     ],
 )
@@ -411,6 +412,16 @@ def test_orders_that_cannot_be_are_found_before_training(tmp_path: Path) -> None
         check_data(folder_config(tmp_path, sampler="subset", subset_file=str(tmp_path / "ids.txt")))
     with pytest.raises(BadInput, match=r"--subset-file none\.txt: No such file"):
         check_data(Config(sampler="subset", subset_file="none.txt"))
+
+
+def test_samples_that_are_no_images_go_to_the_model_as_they_are() -> None:
+    features, labels = torch.arange(12, dtype=torch.float32).view(6, 2) - 6, np.arange(6) % 2
+    for inputs in (features, features.long()):
+        splits = from_arrays((inputs, labels), (inputs, labels), val_fraction=0.4, class_names=("a", "b"))
+        (batch,) = build_loader(splits.train, EvaluationBatches(6, 6, World()), num_workers=0)
+        assert torch.equal(preprocessing(splits.info)(batch["inputs"]), inputs)
+        assert splits.train.shown(np.array([0])) == {}
+        assert str(splits.info) == f"2 classes, {splits.info.dtype} features of 2"
 
 
 def test_facts_of_your_own_must_be_as_many_as_the_samples() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from app.config import Config
 from app.evaluate import main as evaluate
 from app.fit import fit
+from app.trained import load_trained
 
 pytestmark = [
     pytest.mark.usefixtures("local_ray"),
@@ -59,3 +60,37 @@ def test_batches_of_one_shape_each_train_and_are_measured_exactly(
     assert found["num_samples"] == 6
     assert found["metrics"]["val/accuracy"] == summary.metrics["val/accuracy"]
     assert found["metrics"]["val/loss"] == pytest.approx(summary.metrics["val/loss"], rel=1e-5)
+
+
+def test_a_table_of_ones_own_trains_is_measured_and_predicts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(2)
+    words = {"good": ["fine", "lovely", "great", "loved"], "bad": ["awful", "dull", "hated", "poor"]}
+    rows = [
+        (" ".join(generator.choice([*special, "the", "film", "a", "was"], generator.integers(6, 20))), label)
+        for label, special in words.items()
+        for _ in range(60)
+    ]
+    table = tmp_path / "reviews.csv"
+    table.write_text("stars,review\n" + "".join(f'{label},"{text}"\n' for text, label in rows))
+    run = {"output_dir": str(tmp_path / "runs"), "run_name": "reviews", "tracking_uri": f"sqlite:///{tmp_path}/m.db"}
+    texts = {"text_column": "review", "label_column": "stars", "max_length": 12, "sampler": "length-bucketed"}
+    settings = {"model": "text-lstm", "num_workers": 2, "cpus_per_worker": 0.5, "batch_size": 20, "epochs": 8}
+    summary, exit_code = fit(
+        Config(dataset="text", data_dir=str(table), lr=0.01, **run, **texts, **settings)  # type: ignore[arg-type]
+    )
+    assert (exit_code, summary.status, summary.samples_seen) == (0, "finished", 8 * 108)
+    said = capsys.readouterr().out
+    assert "texts: 108 train, 12 val; " in said
+    assert " of the texts are cut off at --max-length 12" in said
+
+    assert evaluate([str(tmp_path / "runs" / "reviews"), "--split", "val"]) == 0
+    found = last_line(capsys)
+    assert found["metrics"]["val/accuracy"] == summary.metrics["val/accuracy"] > 0.9
+    assert found["metrics"]["val/loss"] == pytest.approx(summary.metrics["val/loss"], rel=1e-5)
+
+    # The tokenizer in the checkpoint is that of the run, whatever has become of the data.
+    assert summary.checkpoint is not None
+    tokenizer = load_trained(summary.checkpoint).info.tokenizer
+    assert tokenizer == (tmp_path / "runs" / "reviews" / "tokenizer.json").read_text()

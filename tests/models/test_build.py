@@ -105,7 +105,7 @@ def test_your_own_model() -> None:
     [
         ("three_classes", r"gives \(2, 3\) for 2 images of 1x28x28: expected logits \(2, 7\)"),
         ("not_a_module", "returned str: it must return a torch.nn.Module"),
-        ("missing", "has no callable missing"),
+        ("missing", r"test_build.py\) has no missing"),
     ],
 )
 def test_your_own_model_gone_wrong(attribute: str, message: str) -> None:

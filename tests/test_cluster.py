@@ -1,0 +1,59 @@
+"""The Ray that the command starts, on a machine whose GPUs are made up: in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cluster import runtime_env
+
+# A machine of four GPUs. What is left of Ray is its own: what it takes CUDA_VISIBLE_DEVICES for, and which
+# of the GPUs it gives to whom.
+SCRIPT = """
+import json, os, sys
+from app.cluster import connected
+from app.config import Config
+from ray._private.accelerators import NvidiaGPUAcceleratorManager as Manager
+Manager.get_current_node_num_accelerators = staticmethod(lambda: 4)
+with connected(Config(num_workers=2, cpus_per_worker=0.5), verbose=False) as cluster:
+    import ray
+    each = {"num_cpus": 0.5, "num_gpus": 1 if cluster.use_gpu else 0}
+    @ray.remote(**each)
+    class Worker:
+        def sees(self):
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+    workers = [Worker.remote() for _ in range(2)]
+    sees = ray.get([worker.sees.remote() for worker in workers])
+    print(json.dumps([cluster.use_gpu, ray.cluster_resources().get("GPU", 0), sees]))
+"""
+
+
+def embedded(visible: str, cwd: Path) -> tuple[bool, float, list[str]]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    use_gpu, gpus, sees = json.loads(done.stdout.splitlines()[-1])
+    return use_gpu, gpus, sees
+
+
+def test_cuda_visible_devices_are_the_gpus_there_are(tmp_path: Path) -> None:
+    use_gpu, gpus, sees = embedded("3,1", tmp_path)
+    assert (use_gpu, gpus) == (True, 2)
+    assert sorted(sees) == ["1", "3"]  # one each
+
+
+def test_no_visible_device_means_cpus(tmp_path: Path) -> None:
+    assert embedded("", tmp_path) == (False, 0, ["", ""])
+
+
+def test_a_jobs_own_modules_are_sent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runtime_env([]) == {}
+    assert runtime_env(["/a/net.py"]) == {"py_modules": ["/a/net.py"]}
+    job = {"runtime_env": {"py_modules": ["gcs://x.zip"], "working_dir": "gcs://y.zip"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    assert runtime_env(["/a/net.py"]) == {"py_modules": ["gcs://x.zip", "/a/net.py"]}
