@@ -117,9 +117,7 @@ def _check_arrays(splits: dict[str, Any], class_names: Any, mean: Any, std: Any,
     dtype, shape = first[1].dtype, tuple(first[1].shape[1:])
     if dtype != torch.uint8:
         if len(mean) or len(std) or image_size is not None:
-            raise BadInput(
-                f"from_arrays: mean, std and image_size are for images, and the samples are {dtype}: leave them out"
-            )
+            raise BadInput(f"from_arrays: mean, std and image_size are for images, not for {dtype}: leave them out")
         return
     for name, values in (("mean", mean), ("std", std)):
         try:
