@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch import nn
 
-from app.config import CALLABLE, Config, is_weights_file
+from app.config import CALLABLE, Config, is_weights_path
 from app.data.samples import DataInfo
 from app.errors import BadInput
 from app.models.mnist_cnn import MnistCnn
@@ -46,7 +46,7 @@ def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> n
         if not isinstance(model, nn.Module):
             raise BadInput(f"--model {config.model} returned {type(model).__name__}: it must return a torch.nn.Module")
     else:
-        named = config.weights is not None and not is_weights_file(config.weights)
+        named = config.weights is not None and not is_weights_path(config.weights)
         weights = config.weights if pretrained and named else None
         model = build_torchvision(config.model, info, weights)
     shapes = [(info.input_shape[0], height, width) for height, width in info.shapes] or [info.input_shape]
