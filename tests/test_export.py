@@ -83,8 +83,9 @@ def tiny_vit(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     """torchvision's, which is large in all its named sizes."""
     from torchvision.models import VisionTransformer
 
-    sizes = {"patch_size": 8, "num_layers": 1, "num_heads": 2, "hidden_dim": 8, "mlp_dim": 8}
-    return VisionTransformer(input_shape[1], num_classes=num_classes, **sizes)
+    return VisionTransformer(
+        input_shape[1], patch_size=8, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8, num_classes=num_classes
+    )
 
 
 @pytest.mark.parametrize("model", ["mnist-cnn", "tests.test_export:tiny_vit"])

@@ -17,6 +17,7 @@ def test_an_lstm_takes_texts_of_any_number_and_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bidirectional: bool
 ) -> None:
     import mlflow
+    from mlflow.models import get_model_info
     from mlflow.pytorch import load_model
 
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
@@ -29,7 +30,7 @@ def test_an_lstm_takes_texts_of_any_number_and_length(
     log_model(run.info.run_id, trained.path)
 
     (model,) = client.search_logged_models([run.info.experiment_id])
-    found = mlflow.models.get_model_info(model.model_uri)
+    found = get_model_info(model.model_uri)
     assert found.metadata == {"class_names": ["a", "b"], "checkpoint": trained.path}
     (tokenizer,) = (tmp_path / "artifacts").rglob("extra_files/tokenizer.json")
     assert tokenizer.read_text() == trained.info.tokenizer
