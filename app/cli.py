@@ -11,11 +11,11 @@ from pydantic import BaseModel, Field, create_model
 
 from app.config import GROUPS, Config, group_of
 from app.config_file import load_yaml
-from app.errors import BadInput, TrainingFailed
+from app.errors import BadInput, ExportFailed, TrainingFailed
 
 Command = TypeVar("Command", bound=BaseModel)
 
-EXIT_CODES = "Exit codes: 0 done, 1 training failed, 2 bad input, 130 interrupted, 143 terminated."
+EXIT_CODES = "Exit codes: 0 done, 1 training or export failed, 2 bad input, 130 interrupted, 143 terminated."
 
 
 def parse_config(argv: Sequence[str], command: type[Command], prog: str, description: str) -> tuple[Config, Command]:
@@ -70,7 +70,7 @@ def run_main(main: Callable[[Sequence[str]], int]) -> None:
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
-    except TrainingFailed as error:
+    except (TrainingFailed, ExportFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ parameter. This module imports neither torch nor ray nor mlflow: a wrong value i
 """
 
 import difflib
+import os
 import re
 from typing import Any, Literal, Self
 
@@ -42,6 +43,7 @@ DATASETS = (
 TEXT_DATASETS = ("text", "stdlib-docs")
 WITHOUT_FILES = ("digits", "synthetic", "stdlib-docs")
 TOKENIZERS = ("word", "bpe")  # that are trained; anything else is a file
+WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth")
 # 'pkg.module:attribute', the user's own
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
@@ -200,7 +202,10 @@ class Config(BaseModel):
     num_heads: int = setting(4, "model", "Of text-transformer: attention heads, which share embedding_size.", ge=1)
     dropout: float = setting(0.1, "model", "Of text models: share of the features left out.", ge=0, lt=1)
     weights: str | None = setting(
-        None, "model", "Starting weights: a torchvision weights name (DEFAULT), or a .safetensors or .pt file."
+        None,
+        "model",
+        "Starting weights: a torchvision weights name (DEFAULT), a .safetensors, .pt or .pth file with a state dict, "
+        "or the path of a run or a checkpoint.",
     )
     sync_batchnorm: bool = setting(False, "model", "Batch norm over all workers' samples. GPUs only.")
     ema_decay: float = setting(
@@ -374,10 +379,11 @@ class Config(BaseModel):
                 f"--max-bad-samples {self.max_bad_samples} has an effect only with --dataset image-folder "
                 "or data of your own: leave it out"
             )
-        if self.weights is not None and not is_weights_file(self.weights) and not self._is_from_torchvision():
+        if self.weights is not None and not is_weights_path(self.weights) and not self._is_from_torchvision():
             raise BadInput(
-                f"--weights {self.weights}: allowed for --model {self.model} are files (.safetensors, .pt, .pth); "
-                "only torchvision's models have weights with a name"
+                f"--weights {self.weights}: allowed for --model {self.model} are files ({', '.join(WEIGHTS_SUFFIXES)}) "
+                "and the path of a run or a checkpoint, such as runs/NAME; only torchvision's models have weights "
+                "with a name"
             )
         if self.batch_size < self.max_workers:
             raise BadInput(
@@ -449,9 +455,14 @@ def _range_of(workers: int | str) -> tuple[int, int]:
     return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
-def is_weights_file(weights: str) -> bool:
-    """Whether --weights names a file rather than one of torchvision's weights."""
-    return weights.endswith((".safetensors", ".pt", ".pth"))
+def is_weights_file(path: str) -> bool:
+    """Whether the path is that of a file with weights alone, whether it is there or not."""
+    return path.endswith(WEIGHTS_SUFFIXES) and not os.path.isdir(path)
+
+
+def is_weights_path(weights: str) -> bool:
+    """Whether --weights names a file or a folder rather than one of torchvision's weights."""
+    return weights.endswith(WEIGHTS_SUFFIXES) or "/" in weights or os.path.isdir(weights)
 
 
 def flag(field: str) -> str:

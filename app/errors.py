@@ -18,6 +18,10 @@ class TrainingFailed(Exception):
     """Training ran and could not go on. Exit code 1."""
 
 
+class ExportFailed(Exception):
+    """A network could not be exported, or what was exported is not the network. Exit code 1."""
+
+
 class FailedTogether(TrainingFailed):
     """Raised on every rank at the same step: none waits for another."""
 

@@ -1,4 +1,5 @@
 """python -m app.evaluate RUN_OR_CHECKPOINT [--split test] [--num-workers N]
+python -m app.evaluate WEIGHTS_FILE --config settings.yaml
 
 Measure a checkpoint, given nothing but it and the data. The last line on stdout is one JSON object.
 """
@@ -28,8 +29,9 @@ class Command(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     checkpoint: tyro.conf.Positional[str] = Field(
-        description="A run's folder or name (its best checkpoint is taken), or a checkpoint's folder."
+        description="A run's folder or name (its best checkpoint), a checkpoint's folder, or a file of weights."
     )
+    config: str | None = Field(None, description="YAML file with the settings of a file of weights.")
     split: Literal["train", "val", "test"] = Field("test", description="The split to measure on.")
     num_workers: int = Field(1, description="Processes to share the samples out over, on Ray if more than 1.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     from app.trained import load_trained
     from app.user_code import import_own
 
-    trained = load_trained(command.checkpoint)
+    trained = load_trained(command.checkpoint, command.config)
     config = trained.config
     import_own(config)
     data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else config.data_dir

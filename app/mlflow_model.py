@@ -1,34 +1,51 @@
 """The best checkpoint as an MLflow model, from the checkpoint alone."""
 
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
+import numpy as np
 import torch
 
+from app.traced import example_inputs, open_sizes, tracing
 from app.trained import load_trained
 
 
 def log_model(run_id: str, path: str) -> None:
     """Log it with its signature; MLflow's load_model for PyTorch then gives a module from inputs to logits.
 
-    Stored as an exported program (pt2), which is read back without unpickling.
+    Stored as an exported program (pt2), which is read back without unpickling. Class names are in its
+    metadata; the tokenizer of texts is its file extra_files/tokenizer.json.
     """
     import mlflow
-    from mlflow.models import infer_signature
+    from mlflow.models import ModelSignature
     from mlflow.pytorch import log_model as log_pytorch_model
+    from mlflow.types import Schema, TensorSpec
 
     trained = load_trained(path)
-    classifier = trained.classifier()
-    # Two samples: an export from one would fix the batch size at 1.
-    example = trained.info.example(2)
-    with torch.no_grad():
-        logits = classifier(example)
+    info = trained.info
+    classifier = trained.classifier().requires_grad_(False)
+    example = example_inputs(info).numpy()
+    # MLflow leaves the sizes open that are -1 in the signature.
+    shape = tuple(-1 if dimension in open_sizes(info) else size for dimension, size in enumerate(example.shape))
+    signature = ModelSignature(
+        inputs=Schema([TensorSpec(example.dtype, shape)]),
+        outputs=Schema([TensorSpec(np.dtype(np.float32), (-1, info.num_classes))]),
+    )
     requirements = [f"{name}=={version(name)}" for name in ("mlflow", "torch", "torchvision")]
-    with mlflow.start_run(run_id=run_id):
-        log_pytorch_model(
-            classifier,
-            name="model",
-            signature=infer_signature(example.numpy(), logits.numpy()),
-            input_example=example.numpy(),
-            pip_requirements=requirements,  # given, so that MLflow need not find them out by running the model
-            metadata={"class_names": list(trained.info.class_names), "checkpoint": path},
-        )
+    with tempfile.TemporaryDirectory() as folder, tracing(info), torch.no_grad():
+        files = []
+        if info.tokenizer is not None:
+            tokenizer = Path(folder, "tokenizer.json")
+            tokenizer.write_text(info.tokenizer, encoding="utf-8")
+            files.append(str(tokenizer))
+        with mlflow.start_run(run_id=run_id):
+            log_pytorch_model(
+                classifier,
+                name="model",
+                signature=signature,
+                input_example=example,
+                extra_files=files or None,
+                pip_requirements=requirements,  # given, so that MLflow need not find them out by running the model
+                metadata={"class_names": list(info.class_names), "checkpoint": path},
+            )

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from app.config import TOKENIZERS, WITHOUT_FILES, Config, effect_of, flag, is_weights_file
+from app.config import (
+    TOKENIZERS,
+    WEIGHTS_SUFFIXES,
+    WITHOUT_FILES,
+    Config,
+    effect_of,
+    flag,
+    is_weights_file,
+    is_weights_path,
+)
 from app.errors import BadInput
 from app.storage import Storage
 
@@ -69,9 +78,11 @@ def resolved(config: Config) -> Config:
         raise BadInput(
             f"--tracking-uri {uri}: allowed are http(s)://SERVER, a database such as sqlite:///mlflow.db, and none"
         )
-    if weights is not None and is_weights_file(weights):
+    if weights is not None and is_weights_path(weights):
         weights = _absolute(weights)
-        if not os.path.isfile(weights):
+        if not is_weights_file(weights):
+            _refuse_without_checkpoint(weights)
+        elif not os.path.isfile(weights):
             raise BadInput(f"--weights {config.weights}: no such file")
     tokenizer = config.tokenizer if config.tokenizer in TOKENIZERS else _absolute(config.tokenizer)
     subset_file = os.path.abspath(os.path.expanduser(config.subset_file)) if config.subset_file else None
@@ -88,6 +99,13 @@ def resolved(config: Config) -> Config:
             "tracking_uri": uri,
         }
     )
+
+
+def _refuse_without_checkpoint(weights: str) -> None:
+    try:
+        find_checkpoint(weights)
+    except BadInput as error:
+        raise BadInput(f"--weights {error}") from None
 
 
 def _absolute(path: str) -> str:
@@ -152,6 +170,32 @@ def read_run(storage: Storage) -> Run | None:
         raise BadInput(
             f"{storage.uri(RUN)} cannot be used ({error}); restore it, or start afresh with another --run-name"
         ) from None
+
+
+def find_checkpoint(given: str) -> str:
+    """The folder of the checkpoint that a person means by a run, its name, or a checkpoint."""
+    if ".." in given.replace("\\", "/").split("/"):
+        raise BadInput(f"{given}: name the run or the checkpoint by a path without '..'")
+    root = given.rstrip("/") if "://" in given else os.path.abspath(given)
+    for path in (root, os.path.abspath(os.path.join("runs", given))):
+        storage = Storage(path)
+        if "manifest.json" in storage.names(""):
+            return path
+        run = read_run(storage)
+        if run is None:
+            continue
+        names = checkpoint_names(Storage(f"{path}/checkpoints"))
+        if run.summary is not None and run.summary.checkpoint is not None:
+            best = run.summary.checkpoint.rpartition("/")[2]
+            if best in names:
+                return f"{path}/checkpoints/{best}"
+        if names:
+            return f"{path}/checkpoints/{names[-1]}"
+        raise BadInput(f"{given}: this run has no checkpoint")
+    raise BadInput(
+        f"{given} is no run's folder, no run below ./runs, no checkpoint's folder, and no file of weights "
+        f"({', '.join(WEIGHTS_SUFFIXES)})"
+    )
 
 
 def write_run(run: Run) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from app.checkpoint import Checkpoint, load_weights, load_weights_file
-from app.config import Config, is_weights_file
+from app.checkpoint import Checkpoint, load_checkpoint, load_weights, load_weights_file
+from app.config import Config, is_weights_file, is_weights_path
 from app.data.augment import build_augment
 from app.data.loader import build_loader
 from app.data.samples import DataInfo, SampleSet
@@ -18,6 +18,8 @@ from app.data.splits import Splits
 from app.distributed import World, derive_seed
 from app.errors import BadInput
 from app.models.build import build_model, preprocessing
+from app.runs import find_checkpoint
+from app.storage import Storage
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
@@ -36,11 +38,27 @@ def build_network(config: Config, info: DataInfo, checkpoint: Checkpoint | None)
     network = build_model(config, info, pretrained=checkpoint is None)
     if checkpoint is not None:
         load_weights(network, checkpoint.trainer.get("trained_weights", checkpoint.model), checkpoint.path)
-    elif config.weights is not None and is_weights_file(config.weights):
-        load_weights(network, load_weights_file(config.weights), f"--weights {config.weights}")
+    elif config.weights is not None and is_weights_path(config.weights):
+        load_weights(network, starting_weights(config.weights, info), f"--weights {config.weights}")
     if config.sync_batchnorm:
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     return in_layout(network, config)
+
+
+def starting_weights(path: str, info: DataInfo) -> dict[str, torch.Tensor]:
+    """Those of a file, of a checkpoint, or of a run's best checkpoint. Raises BadInput where there are none.
+
+    The same tokens must mean the same, which shapes alone would not tell.
+    """
+    if is_weights_file(path):
+        return load_weights_file(path, f"--weights {path}")
+    checkpoint = load_checkpoint(Storage(find_checkpoint(path)), "")
+    if checkpoint.info.tokenizer is not None and checkpoint.info.tokenizer != info.tokenizer:
+        raise BadInput(
+            f"--weights {path} was trained on the tokens of another tokenizer: "
+            "give --tokenizer the tokenizer.json in that run's folder"
+        )
+    return checkpoint.model
 
 
 def in_layout(network: nn.Module, config: Config) -> nn.Module:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from app.checkpoint import load_checkpoint, load_weights
-from app.config import Config
+from app.checkpoint import load_checkpoint, load_weights, load_weights_file
+from app.config import WEIGHTS_SUFFIXES, Config, is_weights_file
+from app.config_file import load_yaml
+from app.data.datasets import check_data, load_splits
 from app.data.samples import DataInfo
 from app.errors import BadInput
 from app.models.build import build_model, preprocessing
-from app.runs import checkpoint_names, read_run
+from app.runs import find_checkpoint, resolved
 from app.storage import Storage
 
 
@@ -42,31 +44,35 @@ class Trained:
         return Classifier(network, self.info).eval()
 
 
-def load_trained(given: str) -> Trained:
-    """The network that a person means by a run's folder or name, or a checkpoint's folder. Raises BadInput."""
+def load_trained(given: str, config_file: str | None = None) -> Trained:
+    """The network that a person means by a run's folder or name, a checkpoint's folder, or a file of weights.
+
+    config_file: the settings of a file of weights, which has none. Raises BadInput.
+    """
+    if is_weights_file(given) and not os.path.isdir(os.path.join("runs", given)):
+        return _with_settings(given, config_file)
+    if config_file is not None:
+        raise BadInput(
+            f"--config {config_file}: {given} is no file of weights ({', '.join(WEIGHTS_SUFFIXES)}); runs and "
+            "checkpoints have their settings: leave it out"
+        )
     path = find_checkpoint(given)
     checkpoint = load_checkpoint(Storage(path), "")
     return Trained(path, checkpoint.config, checkpoint.info, checkpoint.model)
 
 
-def find_checkpoint(given: str) -> str:
-    """The folder of the checkpoint that a person means by a run, its name, or a checkpoint."""
-    if ".." in given.replace("\\", "/").split("/"):
-        raise BadInput(f"{given}: name the run or the checkpoint by a path without '..'")
-    root = given.rstrip("/") if "://" in given else os.path.abspath(given)
-    for path in (root, os.path.abspath(os.path.join("runs", given))):
-        storage = Storage(path)
-        if "manifest.json" in storage.names(""):
-            return path
-        run = read_run(storage)
-        if run is None:
-            continue
-        names = checkpoint_names(Storage(f"{path}/checkpoints"))
-        if run.summary is not None and run.summary.checkpoint is not None:
-            best = run.summary.checkpoint.rpartition("/")[2]
-            if best in names:
-                return f"{path}/checkpoints/{best}"
-        if names:
-            return f"{path}/checkpoints/{names[-1]}"
-        raise BadInput(f"{given}: this run has no checkpoint")
-    raise BadInput(f"{given} is no run's folder, no run below ./runs, and no checkpoint's folder")
+def _with_settings(weights_file: str, config_file: str | None) -> Trained:
+    """Classes, preprocessing and tokens are those of the data that the settings name, which is read for them."""
+    path = os.path.abspath(os.path.expanduser(weights_file))
+    weights = load_weights_file(path, path)
+    if config_file is None:
+        raise BadInput(
+            f"{weights_file} has weights alone, which do not say their model, classes and preprocessing: "
+            "give the settings they were trained with as --config FILE.yaml"
+        )
+    values = load_yaml(config_file) | {"weights": None}  # those that training began with are not needed any more
+    try:
+        config = resolved(Config.model_validate(values))
+    except BadInput as error:
+        raise BadInput(f"--config {config_file}: {error}") from None
+    return Trained(path, config, load_splits(config, check_data(config).tokenizer).info, weights)

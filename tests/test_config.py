@@ -43,7 +43,7 @@ REFUSED = [
     ({"dataset": "image-folder"}, ["--data-dir", "image-folder"]),
     ({"data_dir": "here"}, ["--data-dir here", "read from files"]),
     ({"weights": "DEFAULT"}, ["--weights DEFAULT", "--model mnist-cnn", ".safetensors"]),
-    ({"weights": "w.ckpt"}, ["--weights w.ckpt", ".pt"]),
+    ({"weights": "w.ckpt"}, ["--weights w.ckpt", ".pt", "runs/NAME"]),
     ({"bach_size": 8}, ["bach_size is no setting", "did you mean batch_size"]),
     ({"seed": -1}, ["--seed", "-1", "at least 0"]),
     ({"max_bad_samples": 3}, ["--max-bad-samples 3", "image-folder"]),

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from app.config import CALLABLE, Config, is_weights_file
+from app.config import CALLABLE, Config, is_weights_path
 from app.data.samples import DataInfo
 from app.errors import BadInput
 from app.models.mnist_cnn import MnistCnn
@@ -38,7 +38,7 @@ def build_model(config: Config, info: DataInfo, *, pretrained: bool = True) -> n
                 raise BadInput(f"it returned a {type(model).__name__}: return what is in it, .module; the run wraps it")
         _check_parameters(model, config.model)
     else:
-        named = config.weights is not None and not is_weights_file(config.weights)
+        named = config.weights is not None and not is_weights_path(config.weights)
         weights = config.weights if pretrained and named else None
         model = build_torchvision(config.model, info, weights)
     shapes = [(info.input_shape[0], height, width) for height, width in info.shapes] or [info.input_shape]

@@ -40,7 +40,9 @@ def _pretrained(name: str, info: DataInfo, weights: str, options: dict[str, obje
     known = models.get_model_weights(name)
     allowed = ["DEFAULT", *known.__members__]
     if weights not in allowed:
-        raise BadInput(f"--weights {weights}: {name} has {', '.join(allowed)}; or give a .safetensors or .pt file")
+        raise BadInput(
+            f"--weights {weights}: {name} has {', '.join(allowed)}; or give a .safetensors or .pt file, or runs/NAME"
+        )
     chosen = known[weights] if weights != "DEFAULT" else known.DEFAULT  # type: ignore[attr-defined]  # every weights enum has one
     options.pop("image_size", None)  # the weights' own; the check of the model tells if it does not fit
     try:
