@@ -46,11 +46,9 @@ def main(argv: Sequence[str]) -> int:
         raise BadInput(f"--num-workers {command.num_workers}: must be at least 1")
     from app.data.datasets import check_data
     from app.trained import load_trained
-    from app.user_code import import_own
 
     trained = load_trained(command.checkpoint, command.config)
     config = trained.config
-    import_own(config)
     data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else config.data_dir
     for note in check_data(to_evaluate(config, data_dir), trained.info.tokenizer).notes:  # once, not in each task
         print(note)

@@ -15,6 +15,7 @@ from app.errors import BadInput
 from app.models.build import build_model, preprocessing
 from app.runs import find_checkpoint, resolved
 from app.storage import Storage
+from app.user_code import import_own
 
 
 class Classifier(nn.Module):
@@ -58,6 +59,7 @@ def load_trained(given: str, config_file: str | None = None) -> Trained:
         )
     path = find_checkpoint(given)
     checkpoint = load_checkpoint(Storage(path), "")
+    import_own(checkpoint.config)
     return Trained(path, checkpoint.config, checkpoint.info, checkpoint.model)
 
 
@@ -75,4 +77,5 @@ def _with_settings(weights_file: str, config_file: str | None) -> Trained:
         config = resolved(Config.model_validate(values))
     except BadInput as error:
         raise BadInput(f"--config {config_file}: {error}") from None
+    import_own(config)
     return Trained(path, config, load_splits(config, check_data(config).tokenizer).info, weights)
