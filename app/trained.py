@@ -42,8 +42,10 @@ class Trained:
         return Classifier(network, self.info).eval()
 
 
-def load_trained(given: str) -> Trained:
+def load_trained(given: str, config_file: str | None = None) -> Trained:
     """The network that a person means by a run's folder or name, or a checkpoint's folder. Raises BadInput."""
+    if config_file is not None:
+        raise BadInput(f"--config {config_file}: {given} has its settings with it; leave --config out")
     path = find_checkpoint(given)
     checkpoint = load_checkpoint(Storage(path), "")
     return Trained(path, checkpoint.config, checkpoint.info, checkpoint.model)

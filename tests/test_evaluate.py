@@ -10,7 +10,7 @@ import torch
 
 from app.checkpoint import CheckpointWriter, Position
 from app.config import Config
-from app.data.datasets import load_splits
+from app.data.datasets import check_data, load_splits
 from app.errors import BadInput
 from app.evaluate import main
 from app.runs import Run, resolved, write_run
@@ -23,7 +23,7 @@ from tests.common import write_images, write_mnist
 def trained_run(tmp_path: Path, **settings) -> Config:
     """A run with one checkpoint of untrained weights."""
     config = resolved(Config(run_name="r", output_dir=str(tmp_path / "runs"), **settings))
-    splits = load_splits(config)
+    splits = load_splits(config, check_data(config).tokenizer)
     network = build_network(config, splits.info, None)
     storage = Storage(str(tmp_path / "runs" / "r" / "checkpoints"))
     with CheckpointWriter(storage, config, splits.info) as writer:
