@@ -102,17 +102,17 @@ class File:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
+            if error is None and isinstance(self._writer, pyarrow.parquet.ParquetWriter):
+                self._write_group(self._writer)
+            if self._writer is not None:
+                self._writer.close()
             if error is None:
-                if isinstance(self._writer, pyarrow.parquet.ParquetWriter):
-                    self._write_group(self._writer)
-                if self._writer is not None:
-                    self._writer.close()
                 self._file.flush()
                 os.fsync(self._file.fileno())
-                self._file.close()
                 os.replace(self._beside, self._target)
         except OSError as problem:
-            raise self._failure(problem) from problem
+            if error is None:  # else that one is the first of the troubles
+                raise self._failure(problem) from problem
         finally:
             self._file.close()
             if os.path.exists(self._beside):

@@ -135,8 +135,6 @@ def blocks_predicted(command: Command, trained: "Trained", inputs: Inputs) -> "I
     # What a worker needs here, not what the training needed.
     needs = {"num_workers": command.num_workers, "device": command.device, "cpus_per_worker": 1.0}
     config = trained.config.model_copy(update={**needs, "sync_batchnorm": False})
-    # Of each of Ray Data's actors Ray's core says on stderr that it may not be able to restart it.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with connected(config, verbose=False) as cluster:
         import ray
 

@@ -1,6 +1,7 @@
 """Blocks through Ray Data: read in one task, predicted by actors that keep their network, given back in order."""
 
 import logging
+import warnings
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
@@ -55,6 +56,7 @@ def predicted(
 ) -> Iterator[pa.Table]:
     """The result of each block, in the blocks' order, as they come. trained: a Trained."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what goes wrong is raised, too
+    warnings.filterwarnings("ignore", "The minimum number of concurrent actors")  # where there are fewer blocks
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = context.print_on_execution_start = False

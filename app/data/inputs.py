@@ -61,7 +61,7 @@ class Inputs:
         if is_table(given):
             rows = read_rows(path, [(self.text_column, "--text-column")])
             next((row for row in rows if row.error is None), None)  # JSON says its columns in its first good line
-        elif os.path.exists(path):
+        elif given and os.path.exists(path):
             raise BadInput(
                 f"{printable(given)} is a {'folder' if os.path.isdir(path) else 'file'}, and this model takes texts: "
                 f"give tables of them ({', '.join(SUFFIXES)}), or the texts themselves"
