@@ -164,7 +164,7 @@ def test_two_workers_on_ray_give_what_one_process_gives_and_build_one_network_ea
     assert len(alone) == 60
     assert [row["label"] is None for row in alone].count(True) == 2
     pids = [pid for pid in ray.get(builds.all.remote())[len(before) :] if pid != os.getpid()]
-    assert len(pids) == len(set(pids)) == 2  # for 5 blocks
+    assert 1 <= len(pids) == len(set(pids)) <= 2  # for 5 blocks, which the first to be ready may have done alone
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -420,19 +420,17 @@ def test_ended_in_the_middle_it_leaves_nothing(tmp_path: Path, number: signal.Si
     assert os.listdir(out) == []
 
 
-@pytest.mark.parametrize("form", ["csv", "parquet"])
-def test_memory_does_not_grow_with_the_table(tmp_path: Path, form: str) -> None:
+def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
     run = text_run(tmp_path)
     program = (
         "import resource, sys; from app.predict import main; main(sys.argv[1:]); "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     peaks = []
-    for rows in (100, 3000):
-        path = tmp_path / f"{rows}.csv"
-        write_table(path, ["word1 " * 10_000] * rows)
-        words = [run, str(path), "--output", str(tmp_path / f"out.{form}"), "--overwrite", "--batch-size", "16"]
+    for rows in (100, 1000):
+        path = write_table(tmp_path / f"{rows}.csv", ["word1 " * 10_000] * rows)
+        words = [run, str(path), "--output", str(tmp_path / f"{rows}.parquet"), "--batch-size", "16"]
         done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout.splitlines()[-1]) / 1024)
-    assert path.stat().st_size > 170 * 2**20
-    assert peaks[1] - peaks[0] < 40, peaks
+    assert path.stat().st_size > 55 * 2**20
+    assert peaks[1] - peaks[0] < 30, peaks
