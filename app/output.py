@@ -1,5 +1,6 @@
 """Tables to a file of CSV, JSON lines or Parquet, which appears whole or not at all, or to stdout. Imports no torch."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,7 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import pyarrow as pa
 import pyarrow.csv
@@ -65,21 +66,37 @@ class File:
         folder, name = os.path.split(self._target)
         self._beside = os.path.join(folder, f".{uuid.uuid4().hex[:8]}-{name[-200:]}")
         self._schema, self._waiting = schema, list[pa.Table]()
+        self._waiting_bytes = 0
+        self._file: BinaryIO | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._file = open(self._beside, "xb")  # __exit__ closes it
+            self._open()
         except OSError as error:
             raise BadInput(f"--output {self._path} cannot be written: {error.strerror}") from None
+        except BaseException:  # Ctrl-C, just here
+            self._remove()
+            raise
+        return self
+
+    def _open(self) -> None:
+        self._file = open(self._beside, "xb")  # noqa: SIM115  # _remove() closes it
         self._writer: pyarrow.csv.CSVWriter | pyarrow.parquet.ParquetWriter | None = None
         if self._path.lower().endswith(".csv"):
             self._writer = pyarrow.csv.CSVWriter(self._file, self._schema)
         elif self._path.lower().endswith(".parquet"):
             self._writer = pyarrow.parquet.ParquetWriter(self._file, self._schema)
-        return self
+
+    def _remove(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk does not take what is thrown away here, either
+                self._file.close()
+        if os.path.exists(self._beside):
+            os.unlink(self._beside)
 
     def write(self, table: pa.Table) -> None:
         """Raises TrainingFailed for a disk that is full or gone."""
+        assert self._file is not None
         try:
             if self._writer is None:
                 self._file.write(json_lines(table).encode())
@@ -87,7 +104,8 @@ class File:
                 self._writer.write_table(table)
             else:
                 self._waiting.append(table)
-                if sum(waiting.nbytes for waiting in self._waiting) >= GROUP_BYTES:
+                self._waiting_bytes += table.nbytes
+                if self._waiting_bytes >= GROUP_BYTES:
                     self._write_group(self._writer)
         except OSError as error:
             raise self._failure(error) from error
@@ -95,12 +113,13 @@ class File:
     def _write_group(self, writer: pyarrow.parquet.ParquetWriter) -> None:
         if self._waiting:
             writer.write_table(pa.concat_tables(self._waiting))
-            self._waiting = []
+            self._waiting, self._waiting_bytes = [], 0
 
     def _failure(self, error: OSError) -> TrainingFailed:
         return TrainingFailed(f"--output {self._path} could not be written: {error}")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        assert self._file is not None
         try:
             if error is None and isinstance(self._writer, pyarrow.parquet.ParquetWriter):
                 self._write_group(self._writer)
@@ -114,9 +133,7 @@ class File:
             if error is None:  # else that one is the first of the troubles
                 raise self._failure(problem) from problem
         finally:
-            self._file.close()
-            if os.path.exists(self._beside):
-                os.unlink(self._beside)
+            self._remove()
 
 
 def json_lines(table: pa.Table) -> str:

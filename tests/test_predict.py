@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from app.checkpoint import write_folder
 from app.data.images import decode_image
 from app.data.samples import DataInfo
 from app.data.tokens import encode
-from app.errors import BadInput
+from app.errors import BadInput, TrainingFailed
 from app.output import File, check_output
 from app.predict import main
 from app.predictor import Predictor, result_schema
@@ -394,6 +395,33 @@ def test_an_output_appears_whole_or_not_at_all(tmp_path: Path) -> None:
             assert path.read_text() == "before"
         assert b"before" not in path.read_bytes()
         path.unlink()
+
+
+def test_an_output_interrupted_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        assert len(os.listdir(tmp_path)) == 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pyarrow.csv.CSVWriter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_and_raise(tmp_path / "out.csv", pa.table({"a": ["x"]}))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl", "out.parquet"])
+def test_a_disk_that_is_full_is_said_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    schema = result_schema(["a"])
+    rows = 50_000
+    texts = [f"{number}" for number in range(rows)]
+    table = pa.table([texts, texts, texts, texts, pa.array(np.arange(rows), pa.float32())], schema)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(TrainingFailed, match="could not be written"), File(str(tmp_path / name), schema) as output:
+            output.write(table)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
