@@ -1,12 +1,15 @@
 """What the person sees while a run goes on: one live line in a terminal, plain lines in a pipe."""
 
+import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live as RichLive
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -78,6 +81,32 @@ class Display:
             left = (now - started) / (live["step"] - first) * (live["total_steps"] - live["step"])
             parts.append(f"{int(left // 60)}:{int(left % 60):02d} left")
         return "  ".join(parts)
+
+
+@contextlib.contextmanager
+def counting(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Shows on stderr how many are done of a total that may not be known; call what it gives with each number more."""
+    output = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
+    began = printed_at = time.monotonic()
+    done = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"))
+    columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
+    # Left to itself it sends stdout there too.
+    bar = Progress(*columns, console=output, transient=True, redirect_stdout=False)
+    task = bar.add_task(what, total=total, rate="")
+
+    def advance(number: int) -> None:
+        nonlocal done, printed_at
+        done += number
+        now = time.monotonic()
+        rate = f"{done:,} {what}, {done / (now - began):,.0f} a second"
+        bar.update(task, completed=done, rate=rate)
+        if not output.is_terminal and now - printed_at >= PLAIN_EVERY_S:
+            printed_at = now
+            output.print(Text(rate if total is None else f"{rate}, of {total:,}"))
+
+    with bar if output.is_terminal else contextlib.nullcontext():
+        yield advance
 
 
 def print_table(rows: dict[str, str]) -> None:
