@@ -29,7 +29,7 @@ from app.metrics import Window
 from app.runs import checkpoint_name, checkpoint_names, step_of
 from app.storage import Storage
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # What DDP and DataParallel, and torch.compile, put before the names of a wrapped network's state dict.
 WRAPPERS = ("module.", "_orig_mod.")
 # Under these names people save a state dict together with other things.
@@ -330,7 +330,18 @@ def load_weights(network: nn.Module, weights: dict[str, torch.Tensor], source: s
     if lines:
         more = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
         raise BadInput(f"{source} is of another architecture:\n" + "\n".join(lines[:20] + more))
+    for name, tensor in weights.items():
+        if trouble := _of_no_use(tensor):
+            raise BadInput(f"{source}: {name} {trouble}; save the floating-point weights of a model that works")
     network.load_state_dict(weights)
+
+
+def _of_no_use(tensor: torch.Tensor) -> str | None:
+    if tensor.is_meta:
+        return "is on the meta device, where tensors have no values"
+    if tensor.is_quantized or tensor.is_complex():
+        return f"is {tensor.dtype}"
+    return None if tensor.isfinite().all() else "has values that are not finite"
 
 
 def without_wrappers(weights: dict[str, torch.Tensor], wanted: Set[str]) -> dict[str, torch.Tensor]:

@@ -45,14 +45,14 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
             notes.append(f"{config.min_workers} workers share {cores} CPU cores: slower than on as many cores")
         ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
     elif address is not None and not already_connected:
-        try:
-            host, _, port = address.rpartition("://")[2].rpartition(":")
-            if port.isdigit():  # Ray itself tries for minutes where nobody answers
-                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-            with packed(config) as modules:
+        with packed(config) as modules:
+            try:
+                host, _, port = address.rpartition("://")[2].rpartition(":")
+                if port.isdigit():  # Ray itself tries for minutes where nobody answers
+                    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
                 ray.init(address=address, runtime_env=runtime_env(modules), **options)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise BadInput(f"RAY_ADDRESS {address}: no cluster answers there: {error}") from None
+            except (OSError, ValueError, RuntimeError) as error:
+                raise BadInput(f"RAY_ADDRESS {address}: no cluster answers there: {error}") from None
     print_messages = messages.print_to_stdstream
     if not verbose and not already_connected:
         # Ray prints what it calls errors on stdout, whatever log_to_driver says: pages of a raylet's log

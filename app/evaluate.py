@@ -5,7 +5,6 @@ Measure a checkpoint, given nothing but it and the data. The last line on stdout
 """
 
 import json
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -16,6 +15,8 @@ from app.cli import EXIT_CODES, run_main
 from app.config import Config
 from app.errors import BadInput
 from app.metrics import Evaluation
+from app.runs import absolute
+from app.user_code import import_own
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +49,9 @@ def main(argv: Sequence[str]) -> int:
     from app.trained import load_trained
 
     trained = load_trained(command.checkpoint, command.config)
+    import_own(trained.config)
     config = trained.config
-    data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else config.data_dir
+    data_dir = absolute(command.data_dir) if command.data_dir is not None else config.data_dir
     for note in check_data(to_evaluate(config, data_dir), trained.info.tokenizer).notes:  # once, not in each task
         print(note)
     if command.num_workers == 1:
@@ -77,17 +79,14 @@ def evaluate_share(
     trained: "Trained", split: str, data_dir: str | None, device_name: str, rank: int, world_size: int
 ) -> Evaluation:
     """Measure a rank's share of the split."""
-    import torch
-
     from app.checkpoint import refuse_other_data
     from app.data.datasets import load_splits
     from app.distributed import World
     from app.loop import evaluate
     from app.setup import evaluation_loader, in_layout
+    from app.trained import device_here
 
-    if device_name == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device cuda: there is no GPU here")
-    device = torch.device("cuda" if device_name != "cpu" and torch.cuda.is_available() else "cpu")
+    device = device_here(device_name)
     config = to_evaluate(trained.config, data_dir)
     splits = load_splits(config, trained.info.tokenizer)
     refuse_other_data(trained.path, trained.info, splits.info)
@@ -115,10 +114,7 @@ def evaluate_on_ray(trained: "Trained", command: Command, data_dir: str | None) 
     """Shares as Ray tasks; their sums added up give exactly what one process gets."""
     from app.cluster import connected
 
-    # What a task needs, not what the training needed.
-    needs = {"num_workers": command.num_workers, "device": command.device, "cpus_per_worker": 1.0}
-    config = trained.config.model_copy(update={**needs, "sync_batchnorm": False})
-    with connected(config, verbose=False) as cluster:
+    with connected(trained.config_for(command.num_workers, command.device), verbose=False) as cluster:
         import ray
         from ray.exceptions import RayTaskError
 

@@ -24,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.cli import EXIT_CODES, run_main
 from app.config_file import to_yaml
 from app.errors import BadInput, ExportFailed
+from app.runs import absolute
+from app.user_code import import_own
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +92,8 @@ def main(argv: Sequence[str]) -> int:
     from app.trained import load_trained
 
     trained = load_trained(command.checkpoint, command.config)
-    data_dir = os.path.abspath(command.data_dir) if command.data_dir is not None else trained.config.data_dir
+    import_own(trained.config)
+    data_dir = absolute(command.data_dir) if command.data_dir is not None else trained.config.data_dir
     config = to_evaluate(trained.config, data_dir)
     for note in check_data(config, trained.info.tokenizer).notes:
         print(note)

@@ -31,7 +31,7 @@ from app.runs import (
     resolved,
     run_storage,
     store_tokenizer,
-    stored_tokenizer,
+    tokenizer_to_go_on_with,
     tracking_directory,
     write_run,
 )
@@ -60,7 +60,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     if done := finished_before(config, display):
         return done, 0
     import_own(config)
-    found = check_data(config, stored_tokenizer(config))
+    found = check_data(config, tokenizer_to_go_on_with(config))
     for note in found.notes:
         display.event(note)
     run_storage(config).check_writable()

@@ -125,7 +125,7 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     inputs, targets, partners, share = _mix(training.preprocess(batch["inputs"]), batch["targets"], config, step)
     rows, counted = batch["rows"], batch["num_counted"]
     inputs, targets, partners = inputs[rows], targets[rows], partners[rows]
-    inputs = _in_layout(inputs, config)
+    inputs = inputs_in_layout(inputs, config)
 
     totals = torch.zeros(4, dtype=torch.float64, device=training.device)
     totals[2], totals[3] = float(stop), float(counted)
@@ -205,7 +205,7 @@ def _mix(
     return mixed, targets, targets.roll(1), 1 - box_height * box_width / (height * width)
 
 
-def _in_layout(inputs: torch.Tensor, config: Config) -> torch.Tensor:
+def inputs_in_layout(inputs: torch.Tensor, config: Config) -> torch.Tensor:
     """Images in the layout of the network's convolutions."""
     is_image = inputs.ndim == 4
     return inputs.contiguous(memory_format=torch.channels_last) if config.channels_last and is_image else inputs
@@ -254,7 +254,7 @@ def evaluate(
             continue  # none of it could be read
         rows = batch["rows"]
         inputs, targets = preprocess(batch["inputs"][rows]), batch["targets"][rows]
-        inputs = _in_layout(inputs, config)
+        inputs = inputs_in_layout(inputs, config)
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
             logits = network(inputs)
         losses = F.cross_entropy(logits.float(), targets, reduction="none")

@@ -120,22 +120,15 @@ def run(command: Command, trained: "Trained", inputs: Inputs, total: int | None)
 def blocks_predicted(command: Command, trained: "Trained", inputs: Inputs) -> "Iterator[Iterator[pa.Table]]":
     """In this process, or on Ray. Raises BadInput for a device or a cluster that is not there."""
     if command.num_workers == 1:
-        import torch
-
         from app.predictor import Predictor
+        from app.trained import device_here
 
-        if command.device == "cuda" and not torch.cuda.is_available():
-            raise BadInput("--device cuda: there is no GPU here")
-        name = "cuda" if command.device != "cpu" and torch.cuda.is_available() else "cpu"
-        yield map(Predictor(trained, torch.device(name), command.batch_size), inputs.blocks())
+        yield map(Predictor(trained, device_here(command.device), command.batch_size), inputs.blocks())
         return
     from app.cluster import connected
 
     trained.classifier()  # what does not fit is said here, and not by an actor
-    # What a worker needs here, not what the training needed.
-    needs = {"num_workers": command.num_workers, "device": command.device, "cpus_per_worker": 1.0}
-    config = trained.config.model_copy(update={**needs, "sync_batchnorm": False})
-    with connected(config, verbose=False) as cluster:
+    with connected(trained.config_for(command.num_workers, command.device), verbose=False) as cluster:
         import ray
 
         from app.ray_blocks import predicted

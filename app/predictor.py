@@ -113,7 +113,7 @@ class Predictor:
         assert self._info.tokenizer is not None
         rows = np.flatnonzero([error is None for error in errors])
         texts = block["content"].cast(pa.large_string()).take(rows).to_pylist()
-        encoded = encode(self._info.tokenizer, texts, self._config.max_length)
+        encoded = encode(self._info.tokenizer, texts)
         for row in rows[encoded.lengths == 0]:
             errors[row] = "the tokenizer finds no token in the text"
         order = np.argsort(encoded.lengths, kind="stable")

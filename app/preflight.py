@@ -10,8 +10,9 @@ from app.data.datasets import check_data, load_splits
 from app.data.sampling import build_order, build_schedule
 from app.distributed import World
 from app.errors import BadInput
+from app.loop import inputs_in_layout
 from app.models.build import preprocessing
-from app.runs import open_run, run_storage, stored_tokenizer
+from app.runs import open_run, run_storage, tokenizer_to_go_on_with
 from app.setup import build_network, training_loader
 from app.user_code import import_own, told_as_bad_input
 
@@ -23,7 +24,7 @@ def check(config: Config, verbose: bool) -> int:
     print(f"ok  settings: run {config.run_name} is {'finished' if run.status == 'finished' else 'ready to start'}")
     run_storage(config).check_writable()
     print(f"ok  storage: {run_storage(config).root} can be written to")
-    found = check_data(config, stored_tokenizer(config))
+    found = check_data(config, tokenizer_to_go_on_with(config))
     splits = load_splits(config, found.tokenizer)
     sizes = {name: len(samples.labels) for name, samples in splits.named().items()}
     print(f"ok  data: {splits.info}, {sizes}")
@@ -50,8 +51,7 @@ def check(config: Config, verbose: bool) -> int:
 
 def first_loss(config: Config, network: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The loss of a batch, in training mode, after a backward pass. Raises BadInput where there is none."""
-    if config.channels_last:
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    inputs = inputs_in_layout(inputs, config)
     with told_as_bad_input(f"--model {config.model}, training on a batch of {tuple(inputs.shape)}"):
         logits = network.train()(inputs)
         if not isinstance(logits, torch.Tensor):
@@ -60,6 +60,6 @@ def first_loss(config: Config, network: nn.Module, inputs: torch.Tensor, targets
         if not loss.requires_grad:
             raise BadInput("no gradient comes from its logits: they are detached, or made under torch.no_grad()")
         if not loss.isfinite():
-            raise BadInput(f"the loss is {loss.item()} before the first step: its logits or the pixels are not finite")
+            raise BadInput(f"the loss is {loss.item()} before the first step: its logits or the inputs are not finite")
         loss.backward()
     return loss

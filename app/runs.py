@@ -12,6 +12,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from app.config import (
+    TEXT_DATASETS,
     TOKENIZERS,
     WEIGHTS_SUFFIXES,
     WITHOUT_FILES,
@@ -68,8 +69,8 @@ def resolved(config: Config) -> Config:
     """The config with a run name, and with paths that mean the same in every process."""
     data_dir, weights = config.data_dir, config.weights
     if data_dir is not None:
-        data_dir = _absolute(data_dir)
-    elif data_dir is None and config.dataset not in WITHOUT_FILES and ":" not in config.dataset:
+        data_dir = absolute(data_dir)
+    elif config.dataset not in WITHOUT_FILES and ":" not in config.dataset:
         data_dir = os.path.abspath("data")
     uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
@@ -79,19 +80,19 @@ def resolved(config: Config) -> Config:
             f"--tracking-uri {uri}: allowed are http(s)://SERVER, a database such as sqlite:///mlflow.db, and none"
         )
     if weights is not None and is_weights_path(weights):
-        weights = _absolute(weights)
+        weights = absolute(weights)
         if not is_weights_file(weights):
             _refuse_without_checkpoint(weights)
         elif not os.path.isfile(weights):
             raise BadInput(f"--weights {config.weights}: no such file")
-    tokenizer = config.tokenizer if config.tokenizer in TOKENIZERS else _absolute(config.tokenizer)
+    tokenizer = config.tokenizer if config.tokenizer in TOKENIZERS else absolute(config.tokenizer)
     subset_file = os.path.abspath(os.path.expanduser(config.subset_file)) if config.subset_file else None
     if "@" in urlsplit(config.output_dir).netloc:
         raise BadInput("--output-dir has a user or password in it: leave them to the environment of the nodes")
     return config.model_copy(
         update={
             "run_name": config.run_name or generated_name(config),
-            "output_dir": _absolute(config.output_dir),
+            "output_dir": absolute(config.output_dir),
             "data_dir": data_dir,
             "weights": weights,
             "tokenizer": tokenizer,
@@ -108,7 +109,7 @@ def _refuse_without_checkpoint(weights: str) -> None:
         raise BadInput(f"--weights {error}") from None
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
@@ -125,6 +126,18 @@ def stored_tokenizer(config: Config) -> str | None:
     """The tokenizer that the run began with, as its library's JSON."""
     content = run_storage(config).read(TOKENIZER)
     return None if content is None else content.decode()
+
+
+def tokenizer_to_go_on_with(config: Config) -> str | None:
+    """None for a run that begins, and so makes its own. Raises BadInput where it is lost."""
+    if config.dataset not in TEXT_DATASETS or not checkpoint_names(checkpoint_storage(config)):
+        return None
+    if (tokenizer := stored_tokenizer(config)) is None:
+        raise BadInput(
+            f"--run-name {config.run_name}: {run_storage(config).uri(TOKENIZER)} is missing, and the run can only go "
+            'on with its tokenizer; restore it: a checkpoint has it in state.json, as "data", "tokenizer"'
+        )
+    return tokenizer
 
 
 def store_tokenizer(config: Config, tokenizer: str) -> None:
@@ -265,8 +278,8 @@ def remove_leftovers(config: Config) -> None:
     if not checkpoint_names(storage):
         root = run_storage(config)
         shutil.rmtree(tracking_directory(root.root), ignore_errors=True)
-        if "mlflow.json" in root.names(""):
-            root.delete("mlflow.json")
+        for name in {"mlflow.json", TOKENIZER}.intersection(root.names("")):
+            root.delete(name)
     if storage.local and storage.local.is_dir():
         for folder in storage.local.glob(".unfinished-*"):
             shutil.rmtree(folder)

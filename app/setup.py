@@ -15,6 +15,7 @@ from app.data.loader import build_loader
 from app.data.samples import DataInfo, SampleSet
 from app.data.sampling import EvaluationBatches, Order, Schedule, TrainingBatches
 from app.data.splits import Splits
+from app.data.tokens import same_tokens
 from app.distributed import World, derive_seed
 from app.errors import BadInput
 from app.models.build import build_model, preprocessing
@@ -53,7 +54,7 @@ def starting_weights(path: str, info: DataInfo) -> dict[str, torch.Tensor]:
     if is_weights_file(path):
         return load_weights_file(path, f"--weights {path}")
     checkpoint = load_checkpoint(Storage(find_checkpoint(path)), "")
-    if checkpoint.info.tokenizer is not None and checkpoint.info.tokenizer != info.tokenizer:
+    if checkpoint.info.tokenizer and not (info.tokenizer and same_tokens(checkpoint.info.tokenizer, info.tokenizer)):
         raise BadInput(
             f"--weights {path} was trained on the tokens of another tokenizer: "
             "give --tokenizer the tokenizer.json in that run's folder"

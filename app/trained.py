@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from app.checkpoint import load_checkpoint, load_weights, load_weights_file
-from app.config import WEIGHTS_SUFFIXES, Config, is_weights_file
+from app.config import TEXT_DATASETS, TOKENIZERS, WEIGHTS_SUFFIXES, Config, is_weights_file
 from app.config_file import load_yaml
 from app.data.datasets import check_data, load_splits
 from app.data.samples import DataInfo
@@ -44,6 +44,18 @@ class Trained:
         load_weights(network, self.weights, self.path)
         return Classifier(network, self.info).eval()
 
+    def config_for(self, num_workers: int, device: str) -> Config:
+        """The settings for workers that use the network: they need less than those that trained it."""
+        needs = {"num_workers": num_workers, "device": device, "cpus_per_worker": 1.0, "sync_batchnorm": False}
+        return self.config.model_copy(update=needs)
+
+
+def device_here(name: str) -> torch.device:
+    """What --device means in this process. Raises BadInput for a GPU that is not there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda: there is no GPU here")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
 
 def load_trained(given: str, config_file: str | None = None) -> Trained:
     """The network that a person means by a run's folder or name, a checkpoint's folder, or a file of weights.
@@ -59,7 +71,7 @@ def load_trained(given: str, config_file: str | None = None) -> Trained:
         )
     path = find_checkpoint(given)
     checkpoint = load_checkpoint(Storage(path), "")
-    import_own(checkpoint.config)
+    import_own(checkpoint.config, data=False)
     return Trained(path, checkpoint.config, checkpoint.info, checkpoint.model)
 
 
@@ -77,5 +89,10 @@ def _with_settings(weights_file: str, config_file: str | None) -> Trained:
         config = resolved(Config.model_validate(values))
     except BadInput as error:
         raise BadInput(f"--config {config_file}: {error}") from None
+    if config.dataset in TEXT_DATASETS and config.tokenizer in TOKENIZERS:
+        raise BadInput(
+            f"--config {config_file}: weights of texts mean nothing without the tokenizer they were trained with: "
+            "set tokenizer to its file, tokenizer.json in the run's folder"
+        )
     import_own(config)
     return Trained(path, config, load_splits(config, check_data(config).tokenizer).info, weights)

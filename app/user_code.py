@@ -92,13 +92,14 @@ def _place(error: BaseException) -> str:
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
-def import_own(config: Config) -> None:
+def import_own(config: Config, *, data: bool = True) -> None:
     """Import what the settings name of the user's own, from the directory the command was started in.
 
-    For the process that the command started. Raises BadInput.
+    For the process that the command started. data: the data set too, and not the model alone. Raises BadInput.
     """
     shape = "vocab_size" if config.dataset in TEXT_DATASETS else "input_shape"
     named = [("--dataset", config.dataset, DATASET_ARGUMENTS), ("--model", config.model, ("num_classes", shape))]
+    named = named if data else named[1:]
     own = [(flag, reference, arguments) for flag, reference, arguments in named if CALLABLE.fullmatch(reference)]
     if own and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -110,12 +111,15 @@ def import_own(config: Config) -> None:
 def packed(config: Config) -> Iterator[list[str]]:
     """Paths for Ray's runtime_env py_modules: a copy of the user's own code, as long as the context lasts.
 
-    The modules and packages below the directory the command was started in that the named ones come
-    from or have imported; not the directory itself, which may hold gigabytes. Raises BadInput.
+    The modules and packages below the directory the command was started in that import_own() has imported,
+    and those that they have; not the directory itself, which may hold gigabytes. Raises BadInput.
     """
-    import_own(config)
     with tempfile.TemporaryDirectory(prefix="evenkeel-") as folder:
-        yield [str(_copy(source, Path(folder))) for source in _sources(config)]
+        try:
+            copies = [str(_copy(source, Path(folder))) for source in _sources(config)]
+        except OSError as error:
+            raise BadInput(f"your own code cannot be copied to be sent to the cluster's workers: {error}") from error
+        yield copies
 
 
 def _sources(config: Config) -> list[Path]:

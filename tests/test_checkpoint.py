@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from app.checkpoint import (
+    FORMAT_VERSION,
     MODEL,
     STATE,
     TRAINER,
@@ -229,7 +230,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     data = state_path.read_bytes()
     manifest[STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest_path.write_text(json.dumps(manifest))
-    with pytest.raises(BadInput, match="has format 99, and this version reads 3"):
+    with pytest.raises(BadInput, match=f"has format 99, and this version reads {FORMAT_VERSION}"):
         load_checkpoint(storage, "checkpoint-000000001")
 
 

@@ -25,6 +25,7 @@ from app.data.images import decode_image
 from app.data.samples import DataInfo
 from app.data.tokens import encode
 from app.errors import BadInput, TrainingFailed
+from app.evaluate import main as evaluate
 from app.output import File, check_output
 from app.predict import main
 from app.predictor import Predictor, result_schema
@@ -81,7 +82,7 @@ def plain_images(trained: Trained, paths: list[Path]) -> np.ndarray:
 
 def plain_texts(trained: Trained, texts: list[str]) -> np.ndarray:
     assert trained.info.tokenizer is not None
-    encoded = encode(trained.info.tokenizer, texts, trained.config.max_length)
+    encoded = encode(trained.info.tokenizer, texts)
     with torch.no_grad():
         return trained.classifier()(torch.from_numpy(encoded.padded(np.arange(len(texts))))).softmax(dim=1).numpy()
 
@@ -108,6 +109,32 @@ def test_texts_are_what_a_plain_forward_pass_gives(tmp_path: Path, model: str) -
     assert [row["row"] for row in rows] == [*(f"line {line}" for line in range(2, 103)), None]
     assert rows[-1]["input"] == "word1 word2"
     np.testing.assert_allclose(probabilities(rows, trained), plain_texts(trained, [*texts, "word1 word2"]), atol=1e-6)
+
+
+OWN_IMAGES = """
+import numpy as np
+import torch
+from app.data.splits import from_arrays
+
+def load(config):
+    images = torch.arange(40 * 64).reshape(40, 1, 8, 8).remainder(251).to(torch.uint8)
+    options = dict(val_fraction=0.2, class_names=("a", "b"), mean=(0.5,), std=(0.2,))
+    return from_arrays((images, np.arange(40) % 2), **options)
+"""
+
+
+def test_the_data_that_was_trained_on_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_images.py").write_text(OWN_IMAGES)
+    trained_run(tmp_path, dataset="own_images:load")
+    (tmp_path / "own_images.py").unlink()
+    monkeypatch.delitem(sys.modules, "own_images")
+    write_images(tmp_path / "photos", {"x": 3}, size=(8, 8))
+    rows = predicted([str(tmp_path / "runs" / "r"), str(tmp_path / "photos")], tmp_path)
+    assert [row["label"] in ("a", "b") for row in rows] == [True] * 3
+    with pytest.raises(BadInput, match="--dataset own_images:load: No module named 'own_images'"):
+        evaluate([str(tmp_path / "runs" / "r"), "--split", "val"])
 
 
 def test_images_of_several_shapes(tmp_path: Path) -> None:
@@ -230,7 +257,7 @@ def test_what_cannot_be_predicted_is_a_row_with_an_error(tmp_path: Path) -> None
         (3, "3 fields"),
         (6, "3 is no text"),
         (7, "no JSON"),
-        (8, "UTF-8"),
+        (8, "half a character"),
         (9, "empty"),
         (11, "UTF-8"),
     ):

@@ -16,6 +16,8 @@ from app.runs import (
     remove_leftovers,
     resolved,
     run_storage,
+    store_tokenizer,
+    tokenizer_to_go_on_with,
     tracking_directory,
     write_run,
 )
@@ -50,10 +52,22 @@ def test_a_run_that_was_refused_before_its_first_checkpoint_leaves_its_name_free
     (root / "checkpoints" / "checkpoint-000000001").rmdir()
     (root / "tracking").mkdir()
     (root / "mlflow.json").write_text("{}")
+    store_tokenizer(config, "{}")
     other = changed(config, lr=0.5)
     assert open_run(other) == Run(other, "running")
     remove_leftovers(other)
     assert sorted(path.name for path in root.iterdir()) == ["checkpoints", "run.json"]
+
+
+def test_the_tokenizer_is_that_of_a_run_that_goes_on(config: Config) -> None:
+    config = changed(config, dataset="text", data_dir="/t.csv", model="text-lstm")
+    new = changed(config, run_name="new")
+    store_tokenizer(new, "of a run that never began")
+    assert tokenizer_to_go_on_with(new) is None
+    with pytest.raises(BadInput, match=r"--run-name r: .*/r/tokenizer\.json is missing.*restore it: .*state\.json"):
+        tokenizer_to_go_on_with(config)
+    store_tokenizer(config, "its own")
+    assert tokenizer_to_go_on_with(config) == "its own"
 
 
 def test_checkpoints_that_no_record_explains_are_not_continued(config: Config) -> None:

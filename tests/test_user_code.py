@@ -267,7 +267,9 @@ def make_package(start: Path) -> Config:
     (start / "other.py").write_text("")
     (start / "runs").mkdir()
     (start / "runs" / "checkpoint").write_bytes(bytes(100))
-    return Config(model="nets.deep.net:build")
+    config = Config(model="nets.deep.net:build")
+    import_own(config)
+    return config
 
 
 def test_what_is_sent_is_the_code_that_was_imported_and_not_the_directory(start: Path) -> None:
@@ -290,7 +292,9 @@ def test_what_is_sent_is_the_code_that_was_imported_and_not_the_directory(start:
 def test_nothing_is_sent_where_nothing_is_the_users_own_or_it_is_installed(start: Path) -> None:
     with packed(Config()) as paths:
         assert paths == []
-    with packed(Config(model="torchvision.models:resnet18")) as paths:
+    config = Config(model="torchvision.models:resnet18")
+    import_own(config)
+    with packed(config) as paths:
         assert paths == []
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,24 @@ def test_a_part_called_module_is_kept() -> None:
         loaded = Holder()
         load_weights(loaded, weights, "w.pt")
         assert same(loaded.state_dict(), network.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        (lambda tensor: torch.full_like(tensor, torch.nan), "has values that are not finite"),
+        (lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), r"is torch\.qint8"),
+        (lambda tensor: tensor.to(torch.complex64), r"is torch\.complex64"),
+        (lambda tensor: tensor.to("meta"), "is on the meta device"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated, and still in files
+def test_weights_that_are_no_numbers_to_start_from(spoilt: Callable, message: str) -> None:
+    network = nn.Linear(3, 2)
+    weights = {name: tensor.detach() for name, tensor in network.state_dict().items()}
+    with pytest.raises(BadInput, match=rf"w\.pt: bias {message}.*; save the floating-point weights"):
+        load_weights(network, weights | {"bias": spoilt(weights["bias"])}, "w.pt")
+    load_weights(network, {name: tensor.half() for name, tensor in weights.items()}, "w.pt")
 
 
 @pytest.mark.parametrize("name", ["model", "state_dict", "model_state_dict"])
@@ -167,7 +185,7 @@ def test_weights_of_texts_are_those_of_their_tokens(tmp_path: Path) -> None:
     tokenizer = load_trained(str(run)).info.tokenizer
     assert tokenizer is not None
     (tmp_path / "tokenizer.json").write_text(tokenizer)
-    model["tokenizer"] = str(tmp_path / "tokenizer.json")
+    model |= {"tokenizer": str(tmp_path / "tokenizer.json"), "max_length": 9}  # longer than the run's
     found = starting(tmp_path, str(run), model | {"data_dir": other})
     assert same(found.state_dict(), load_trained(str(run)).weights)
 
@@ -197,9 +215,7 @@ def test_evaluate_measures_a_plain_state_dict(tmp_path: Path, capsys: pytest.Cap
         evaluate([weights, "--config", str(settings)])
 
 
-def test_evaluate_of_texts_makes_the_tokenizer_as_training_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_of_texts_needs_their_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data_dir = write_table(tmp_path / "t.csv", ("good", "bad"))
     model: dict[str, Any] = {
         "dataset": "text",
@@ -212,6 +228,12 @@ def test_evaluate_of_texts_makes_the_tokenizer_as_training_did(
     run = load_trained(str(tmp_path / "runs" / "r"))
     save_file(run.weights, tmp_path / "w.safetensors")
     (tmp_path / "settings.yaml").write_text(to_yaml(config))
+    with pytest.raises(BadInput, match=r"--config .*settings\.yaml: .* set tokenizer to its file, tokenizer\.json"):
+        load_trained(str(tmp_path / "w.safetensors"), str(tmp_path / "settings.yaml"))
+    assert run.info.tokenizer is not None
+    (tmp_path / "tokenizer.json").write_text(run.info.tokenizer)
+    given = config.model_copy(update={"tokenizer": str(tmp_path / "tokenizer.json")})
+    (tmp_path / "settings.yaml").write_text(to_yaml(given))
     found = load_trained(str(tmp_path / "w.safetensors"), str(tmp_path / "settings.yaml"))
     assert found.info == run.info
     argv = [str(tmp_path / "w.safetensors"), "--config", str(tmp_path / "settings.yaml"), "--split", "val"]

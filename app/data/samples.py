@@ -1,13 +1,16 @@
 """What data is to the rest: inputs and labels by sample id, and what a model has to know of them."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 
 from app.data.sampling import Facts
 from app.errors import BadInput
+
+if TYPE_CHECKING:
+    from app.data.tokens import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,24 @@ class DataInfo:
     @property
     def vocab_size(self) -> int:
         """Of texts."""
-        from app.data.tokens import vocabulary_size
+        return self._vocabulary().size
+
+    @property
+    def padding(self) -> int:
+        """Of texts: the id that fills them up to one length."""
+        return self._vocabulary().padding
+
+    def _vocabulary(self) -> "Vocabulary":
+        from app.data.tokens import read_tokenizer
 
         assert self.tokenizer is not None
-        return vocabulary_size(self.tokenizer)
+        return read_tokenizer(self.tokenizer)
 
     def example(self, count: int, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Inputs (count, *shape), by default input_shape: black images, unknown words, zeros."""
+        """Inputs (count, *shape), by default input_shape: black images, texts of one word, zeros."""
         example = torch.zeros(count, *(shape or self.input_shape), dtype=getattr(torch, self.dtype))
-        return example if self.tokenizer is None else example + 1  # 0 is padding: a text of nothing else has no end
+        # Not padding: a text of nothing else has no end.
+        return example if self.tokenizer is None else example + int(self.padding == 0)
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.input_shape))

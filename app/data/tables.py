@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from app.errors import BadInput
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON can name it, and no encoding has it
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ def is_table(path: str | Path) -> bool:
 def read_rows(path: str | Path, columns: Sequence[tuple[str, str]]) -> Iterator[Row]:
     """The rows of a table in UTF-8, of which no more than a block is in memory.
 
-    columns: their names, each with the flag that says so. Values are strings in CSV and TSV, where empty
-    lines are no rows; what the file has in the other two. A row that cannot be read has an error, and those
-    behind it are read all the same. Raises BadInput for a file that cannot be opened or lacks a column.
+    columns: their names, each with the flag that says so. Values are strings in CSV and TSV, where an empty
+    line is no row unless there is one column only; what the file has in the other two. A row that cannot be
+    read has an error, and those behind it are read all the same. Raises BadInput for a file that cannot be
+    opened or lacks a column.
     """
     path = Path(path)
     read = {".csv": _csv, ".tsv": _csv, ".parquet": _parquet}.get(path.suffix.lower(), _json_lines)
@@ -51,7 +54,7 @@ def read_rows(path: str | Path, columns: Sequence[tuple[str, str]]) -> Iterator[
 def as_weight(value: Any, where: str) -> float:
     try:
         weight = float(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         weight = math.nan
     if not math.isfinite(weight) or weight < 0:
         raise BadInput(f"{where}: {value!r} is no weight: a finite number, 0 or more")
@@ -99,6 +102,8 @@ def _csv(path: Path, columns: list[str], refuse_missing: Callable[[Sequence[str]
                 yield Row(f"line {first}", error=error)
             elif fields:
                 yield Row(f"line {first}", tuple(fields[place] for place in places))
+            elif len(header) == 1:  # whose value is empty
+                yield Row(f"line {first}", ("",) * len(places))
 
 
 def _text_lines(file: Any, undecoded: dict[int, str], *, keep_ends: bool) -> Iterator[str]:
@@ -137,6 +142,8 @@ def _json_lines(path: Path, columns: list[str], refuse_missing: Callable[[Sequen
             is_first = False
             if missing := [name for name in columns if name not in values]:
                 yield Row(where, error=f"no {missing[0]}; there are {', '.join(values) or 'none'}")
+            elif halves := [name for name in columns if HALF_A_CHARACTER.search(str(values[name]))]:
+                yield Row(where, error=f"{halves[0]} has half a character in it (an escape \\ud800 to \\udfff alone)")
             else:
                 yield Row(where, tuple(values[name] for name in columns))
 

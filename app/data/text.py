@@ -11,7 +11,7 @@ from app.config import TOKENIZERS, Config
 from app.data.sampling import Facts, stratified_split
 from app.data.stdlib_docs import read_sentences
 from app.data.tables import SUFFIXES, as_weight, is_table, read_rows
-from app.data.tokens import Encoded, encode, read_tokenizer_file, train_tokenizer, vocabulary_size
+from app.data.tokens import Encoded, encode, read_tokenizer, read_tokenizer_file, train_tokenizer
 from app.errors import BadInput
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Texts:
 
 
 class TextSet:
-    """Texts as a SampleSet: inputs are token ids, int64 (n, the longest of the n), padded with 0 on the right."""
+    """Texts as a SampleSet: inputs are token ids, int64 (n, the longest of the n), padded on the right."""
 
     in_memory = True
 
@@ -76,13 +76,13 @@ def read_texts(config: Config) -> tuple[dict[str, Texts], tuple[str, ...]]:
 def make_tokenizer(config: Config, train: Sequence[str]) -> str:
     """The tokenizer's JSON, as --tokenizer says: trained on the training texts, or a file's."""
     if config.tokenizer in TOKENIZERS:
-        return train_tokenizer(config.tokenizer, config.vocab_size, train)
-    return read_tokenizer_file(config.tokenizer)
+        return train_tokenizer(config.tokenizer, config.vocab_size, config.max_length, train)
+    return read_tokenizer_file(config.tokenizer, config.max_length)
 
 
 def encoded_texts(config: Config, tokenizer: str, source: Texts, split: str) -> Encoded:
     """Raises BadInput for a text that the tokenizer finds no token in."""
-    encoded = encode(tokenizer, source.texts, config.max_length)
+    encoded = encode(tokenizer, source.texts)
     if len(empty := np.flatnonzero(encoded.lengths == 0)):
         text = source.texts[empty[0]]
         raise BadInput(f"--tokenizer {config.tokenizer} finds no token in {text[:40]!r} ({split}): remove such texts")
@@ -95,7 +95,7 @@ def describe(config: Config, tokenizer: str, splits: dict[str, Encoded]) -> str:
     share = sum(encoded.truncated for encoded in splits.values()) / sum(counts.values())
     return (
         f"texts: {', '.join(f'{count:,} {name}' for name, count in counts.items())}; "
-        f"{vocabulary_size(tokenizer):,} tokens known; {share:.2%} of the texts are cut off at --max-length "
+        f"{read_tokenizer(tokenizer).size:,} tokens known; {share:.2%} of the texts are cut off at --max-length "
         f"{config.max_length}"
     )
 
@@ -178,9 +178,9 @@ def _label(value: Any, where: str) -> str:
 
 
 def _sorted_classes(names: set[str]) -> tuple[str, ...]:
-    """Numbers by size, else by the alphabet."""
-    numeric = all(name.removeprefix("-").isdecimal() for name in names)
-    return tuple(sorted(names, key=int) if numeric else sorted(names))
+    """Numbers by size, else by the alphabet; 1 and 01 are two classes."""
+    numeric = all(len(name) < 1000 and name.removeprefix("-").isdecimal() for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name), name)) if numeric else sorted(names))
 
 
 def _shown(value: Any) -> str:

@@ -1,8 +1,10 @@
 """From texts to numbers: a tokenizer of the tokenizers library, trained on the training split or given as a file."""
 
 import functools
+import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +20,24 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PAD, UNK = "[PAD]", "[UNK]"
+# What the padding token is called in tokenizers from elsewhere.
+PADDING_NAMES = (PAD, "<pad>", "<|pad|>")
+# Of no alphabet: for private use.
+IN_NO_VOCABULARY = "\ue000"
 # Texts that are encoded at a time: bounds the library's objects in memory.
 BLOCK = 10_000
 
 
-def train_tokenizer(kind: str, vocab_size: int, texts: Iterable[str]) -> str:
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer ready for use. size: ids are below it; padding: the id of its padding token."""
+
+    tokenizer: "Tokenizer"
+    size: int
+    padding: int
+
+
+def train_tokenizer(kind: str, vocab_size: int, max_length: int, texts: Iterable[str]) -> str:
     """Its JSON. kind word: the most frequent words and marks; bpe: byte pair encoding (Sennrich et al. 2016).
 
     Both take no notice of case; what is in the vocabulary of neither is [UNK], and 0 is [PAD].
@@ -36,79 +51,88 @@ def train_tokenizer(kind: str, vocab_size: int, texts: Iterable[str]) -> str:
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer.to_str()
+    return _completed(tokenizer, max_length)
 
 
-def read_tokenizer_file(path: str) -> str:
-    """The JSON of a tokenizer that the tokenizers library has saved. Raises BadInput for anything else."""
+def read_tokenizer_file(path: str, max_length: int) -> str:
+    """The JSON of a tokenizer that the tokenizers library has saved, with a padding token if it has none.
+
+    Raises BadInput for anything else, and for a tokenizer that cannot encode every text.
+    """
+    from tokenizers import Tokenizer
+
     try:
-        content = Path(path).read_text(encoding="utf-8")
-        read_tokenizer(content)
+        tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInput(
             f"--tokenizer {path}: {error.strerror}; allowed are {', '.join(TOKENIZERS)} and a file"
         ) from None
     except Exception as error:  # the library raises nothing more special
         raise BadInput(f"--tokenizer {path} is no tokenizer file (tokenizer.json): {error}") from None
-    return content
+    try:
+        return _completed(tokenizer, max_length)
+    except Exception as error:
+        raise BadInput(
+            f"--tokenizer {path} cannot encode every text at --max-length {max_length}: {error}; it needs a token "
+            "for what it has never seen, and room for one beside the marks that it adds"
+        ) from None
+
+
+def _completed(tokenizer: "Tokenizer", max_length: int) -> str:
+    """JSON that whoever loads it need not know more than: it cuts off and pads by itself."""
+    name = next((name for name in PADDING_NAMES if tokenizer.token_to_id(name) is not None), PAD)
+    tokenizer.add_special_tokens([name])
+    tokenizer.enable_padding(pad_id=tokenizer.token_to_id(name), pad_token=name)
+    if (marks := tokenizer.num_special_tokens_to_add(False)) >= max_length:  # it would not cut off at all
+        raise ValueError(f"it puts {marks} marks of its own into each")
+    tokenizer.enable_truncation(max_length)
+    tokenizer.encode(IN_NO_VOCABULARY)
+    return tokenizer.to_str()
 
 
 @functools.lru_cache(maxsize=4)
-def read_tokenizer(content: str) -> "Tokenizer":
+def read_tokenizer(content: str) -> Vocabulary:
+    """From the JSON that a run keeps."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(content)
-    tokenizer.no_padding()
-    return tokenizer
+    assert tokenizer.padding is not None
+    padding: int = tokenizer.padding["pad_id"]
+    tokenizer.no_padding()  # of a whole block to its longest
+    # Not their number: those of a vocabulary that was cut down have gaps.
+    return Vocabulary(tokenizer, max(tokenizer.get_vocab().values()) + 1, padding)
 
 
-def vocabulary_size(content: str) -> int:
-    """The number of ids that encode() gives, padding included."""
-    return max(read_tokenizer(content).get_vocab_size(), _padding_id(content) + 1)
-
-
-def _padding_id(content: str) -> int:
-    """The id of its padding token, or one that is free."""
-    tokenizer = read_tokenizer(content)
-    known = (tokenizer.token_to_id(name) for name in (PAD, "<pad>", "<|pad|>"))
-    return next((number for number in known if number is not None), tokenizer.get_vocab_size())
+def same_tokens(one: str, other: str) -> bool:
+    """Whether an id is the same token in both tokenizers, whatever they cut off."""
+    contents = [json.loads(content) | {"truncation": None} for content in (one, other)]
+    return contents[0] == contents[1]
 
 
 class Encoded:
     """Texts as token ids, int32, one behind the other. lengths: (N,) int64; truncated: how many were cut off."""
 
-    def __init__(self, tokens: np.ndarray, lengths: np.ndarray, truncated: int):
+    def __init__(self, tokens: np.ndarray, lengths: np.ndarray, truncated: int, padding: int):
         self.lengths, self.truncated = lengths, truncated
-        self._tokens, self._starts = tokens, np.concatenate([[0], np.cumsum(lengths)])
+        self._tokens, self._starts, self._padding = tokens, np.concatenate([[0], np.cumsum(lengths)]), padding
 
     def padded(self, ids: np.ndarray) -> np.ndarray:
-        """int64 (n, the longest of the n), filled up with 0 on the right."""
+        """int64 (n, the longest of the n), filled up with the tokenizer's padding on the right."""
         lengths = self.lengths[ids]
-        tokens = np.zeros((len(ids), lengths.max(initial=0)), np.int64)
+        tokens = np.full((len(ids), lengths.max(initial=0)), self._padding, np.int64)
         for row, (start, length) in enumerate(zip(self._starts[ids], lengths, strict=True)):
             tokens[row, :length] = self._tokens[start : start + length]
         return tokens
 
 
-def encode(content: str, texts: Sequence[str], max_length: int) -> Encoded:
-    """The first max_length tokens of each text; 0 is padding and in no text.
-
-    (Where the tokenizer has another token at 0, that one takes the number of its padding token.)
-    Raises BadInput for a tokenizer that cannot do it, such as one without an unknown token.
-    """
-    tokenizer, padding = read_tokenizer(content), _padding_id(content)
+def encode(content: str, texts: Sequence[str]) -> Encoded:
+    """The tokens of each text, as far as the tokenizer goes. Padding is in none: a text that names it means none."""
+    vocabulary = read_tokenizer(content)
     parts, lengths, truncated = [np.empty(0, np.int32)], [], 0
     for start in range(0, len(texts), BLOCK):
-        try:
-            tokenizer.enable_truncation(max_length)  # leaves the tokens that its post-processor adds
-            encodings = tokenizer.encode_batch_fast(list(texts[start : start + BLOCK]))
-        except Exception as error:  # the library raises nothing more special
-            raise BadInput(f"the tokenizer cannot encode at --max-length {max_length}: {error}") from None
-        for encoding in encodings:
-            parts.append(np.array(encoding.ids, np.int32))
-            lengths.append(len(encoding.ids))
+        for encoding in vocabulary.tokenizer.encode_batch_fast(list(texts[start : start + BLOCK])):
+            tokens = np.array(encoding.ids, np.int32)
+            parts.append(tokens[tokens != vocabulary.padding])
+            lengths.append(len(parts[-1]))
             truncated += bool(encoding.overflowing)
-    tokens = np.concatenate(parts)
-    if padding:
-        tokens[tokens == 0] = padding
-    return Encoded(tokens, np.array(lengths, np.int64), truncated)
+    return Encoded(np.concatenate(parts), np.array(lengths, np.int64), truncated, vocabulary.padding)

@@ -97,8 +97,25 @@ def _check_parameters(model: nn.Module, name: str) -> None:
 
 
 def preprocessing(info: DataInfo) -> nn.Module:
-    """From the loader's inputs to the network's, on the device: images are normalized, the rest stays as it is."""
-    return Normalize(info) if info.is_image else nn.Identity()
+    """From the loader's inputs to the network's, on the device.
+
+    Images are normalized, padding of texts is 0; features stay as they are.
+    """
+    if info.is_image:
+        return Normalize(info)
+    return PaddingFirst(info.padding) if info.kind == "texts" and info.padding else nn.Identity()
+
+
+class PaddingFirst(nn.Module):
+    """The ids of a tokenizer (N, L) with padding as 0, and what was 0 in its place."""
+
+    def __init__(self, padding: int):
+        super().__init__()
+        self.padding = padding
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        changed = torch.where(tokens == self.padding, 0, tokens)
+        return torch.where(tokens == 0, self.padding, changed)
 
 
 class Normalize(nn.Module):

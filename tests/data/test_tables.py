@@ -35,6 +35,12 @@ def test_a_tsv(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "t.tsv", "text\tlabel\none, two\tx\n") == [Row("line 2", ("one, two", "x"))]
 
 
+def test_an_empty_line_is_a_row_where_there_is_one_column(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("text\none\n\ntwo\n")
+    rows = read_rows(tmp_path / "t.csv", [("text", "--text-column")])
+    assert [(row.where, row.values) for row in rows] == [("line 2", ("one",)), ("line 3", ("",)), ("line 4", ("two",))]
+
+
 def test_a_long_text(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path / "t.csv", f"text,label\n{'word ' * 100_000},x\n")
     assert len(row.values[0]) == 500_000

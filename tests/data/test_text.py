@@ -79,13 +79,25 @@ def test_files_for_each_split_and_other_names_of_columns(tmp_path: Path) -> None
     assert {name: len(part.labels) for name, part in splits.named().items()} == {"train": 30, "val": 6, "test": 9}
     # Of the training split alone:
     assert splits.info.tokenizer is not None
-    assert set(read_tokenizer(splits.info.tokenizer).get_vocab()) == {"[PAD]", "[UNK]", "train", "good", "bad", "odd"}
+    assert set(read_tokenizer(splits.info.tokenizer).tokenizer.get_vocab()) == {
+        "[PAD]",
+        "[UNK]",
+        "train",
+        "good",
+        "bad",
+        "odd",
+    }
     assert splits.val.inputs(np.array([0]))[0, 0] == 1
 
 
 def test_integers_as_labels_are_in_the_order_of_their_size(tmp_path: Path) -> None:
     write_csv(tmp_path / "train.csv", [("a b", number) for number in (10, -1, 2)] * 4)
     assert read_texts(text_config(tmp_path))[1] == ("-1", "2", "10")
+    write_csv(tmp_path / "train.csv", [("a b", number) for number in ("1", "01", "001", "0")] * 4)
+    assert read_texts(text_config(tmp_path))[1] == ("0", "001", "01", "1")
+    long = "9" * 5000
+    write_csv(tmp_path / "train.csv", [("a b", number) for number in (long, "10")] * 4)
+    assert read_texts(text_config(tmp_path))[1] == ("10", long)
     # As pandas writes integers where one was missing.
     pq.write_table(pa.table({"text": ["a", "b"] * 4, "label": [1.0, 0.0] * 4}), tmp_path / "t.parquet")
     assert read_texts(text_config(tmp_path / "t.parquet"))[1] == ("0", "1")
@@ -157,6 +169,8 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
         ({"t.jsonl": '{"text": 5, "label": "x"}\n'}, r"line 1: text is 5, and must be a text that is not empty"),
         ({"t.csv": "text,label\na,x\nb,\n"}, r"t\.csv, line 3: label is empty, and must be a string or an integer"),
         ({"t.jsonl": '{"text": "a", "label": 1.5}\n'}, r"line 1: label is 1\.5, and must be a string or an integer"),
+        ({"t.jsonl": '{"text": "a \\ud800", "label": 1}\n'}, r"line 1: text has half a character in it"),
+        ({"t.jsonl": '{"text": "a", "label": "\\udfff"}\n'}, r"line 1: label has half a character in it"),
         ({"t.csv": "text,label\na,x\nb,x\n"}, r"--label-column label: .*t\.csv has one class only, x"),
         ({"t.csv": "text,label\na,x\nb,x,y\n"}, r"t\.csv, line 3: 3 fields, and the header has 2"),
         ({"t.csv": b"text,label\na,x\n\xe9,x\n"}, r"t\.csv, line 3: no UTF-8 \(byte 0xe9\); save the file as UTF-8"),
@@ -194,7 +208,8 @@ def test_more_that_is_found_before_training(tmp_path: Path) -> None:
         json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}})
     )
     with pytest.raises(
-        BadInput, match=r"the tokenizer cannot encode at --max-length 128: WordLevel error: Missing \[UNK\]"
+        BadInput,
+        match=r"tokenizer\.json cannot encode every text at --max-length 128: WordLevel error: Missing \[UNK\]",
     ):
         check_data(text_config(tmp_path, tokenizer=str(tmp_path / "tokenizer.json")))
 
@@ -219,6 +234,6 @@ def test_a_text_no_token_is_found_in(tmp_path: Path) -> None:
     assert tokenizer is not None
     content = json.loads(tokenizer)
     content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "b"}, "content": ""}
-    assert encode(json.dumps(content), ["b"], 5).lengths.tolist() == [0]
+    assert encode(json.dumps(content), ["b"]).lengths.tolist() == [0]
     with pytest.raises(BadInput, match=r"--tokenizer word finds no token in 'b' \(train\): remove such texts"):
         check_data(text_config(tmp_path), json.dumps(content))

@@ -11,6 +11,7 @@ from torch import nn
 from app.config import Config
 from app.evaluate import main as evaluate
 from app.fit import fit
+from app.predict import main as predict
 from app.trained import load_trained
 
 pytestmark = [
@@ -89,6 +90,11 @@ def test_a_table_of_ones_own_trains_is_measured_and_predicts(
     found = last_line(capsys)
     assert found["metrics"]["val/accuracy"] == summary.metrics["val/accuracy"] > 0.9
     assert found["metrics"]["val/loss"] == pytest.approx(summary.metrics["val/loss"], rel=1e-5)
+
+    texts_given = ["A lovely film, loved it, great", "dull and awful, hated it"]
+    assert predict([str(tmp_path / "runs" / "reviews"), *texts_given]) == 0
+    labels = [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()]
+    assert labels == ["good", "bad"]
 
     # The tokenizer in the checkpoint is that of the run, whatever has become of the data.
     assert summary.checkpoint is not None

@@ -162,7 +162,7 @@ def test_any_number_of_ranks_gives_the_losses_of_one(tmp_path: Path, model: str)
 
 def text_info(classes: int = 3) -> DataInfo:
     names = tuple(map(str, range(classes)))
-    return DataInfo((9,), names, (), (), 10, dtype="int64", tokenizer=train_tokenizer("word", 30, ["a b c"]))
+    return DataInfo((9,), names, (), (), 10, dtype="int64", tokenizer=train_tokenizer("word", 30, 9, ["a b c"]))
 
 
 def reads_pixels(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
