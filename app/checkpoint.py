@@ -160,6 +160,7 @@ class CheckpointWriter:
         if ema is not None:
             trainer["trained_weights"] = _to_cpu(network.state_dict())
         weights = snapshot((network if ema is None else ema).state_dict())
+        parameters = {name for name, _ in network.named_parameters()}
         state = {
             "format_version": FORMAT_VERSION,
             **asdict(position),
@@ -167,7 +168,9 @@ class CheckpointWriter:
             "data": asdict(self._info),
         }
         self._thread = threading.Thread(
-            target=self._write, args=(position.step, position.best.step, weights, trainer, state), name="checkpoint"
+            target=self._write,
+            args=(position.step, position.best.step, weights, parameters, trainer, state),
+            name="checkpoint",
         )
         self._thread.start()
 
@@ -182,11 +185,14 @@ class CheckpointWriter:
                 f"a checkpoint could not be saved to {self._storage.root}: {error}; the earlier ones are untouched"
             ) from error
 
-    def _write(self, step: int, best_step: int, weights: Any, trainer: Any, state: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, best_step: int, weights: Any, parameters: set[str], trainer: Any, state: dict[str, Any]
+    ) -> None:
         folder = None
         try:
-            if not all(tensor.isfinite().all() for tensor in weights.values() if tensor.is_floating_point()):
-                raise ValueError(f"the weights after step {step} are not all finite")
+            for name, tensor in weights.items():
+                if trouble := _of_no_use(tensor, tensor.is_floating_point(), name in parameters):
+                    raise ValueError(f"after step {step} {name} {trouble}")
             folder = self._storage.new_folder()
             write_folder(folder, weights, trainer, state)
             self._before_publish()
@@ -330,18 +336,23 @@ def load_weights(network: nn.Module, weights: dict[str, torch.Tensor], source: s
     if lines:
         more = [f"  and {len(lines) - 20} more"] if len(lines) > 20 else []
         raise BadInput(f"{source} is of another architecture:\n" + "\n".join(lines[:20] + more))
-    for name, tensor in weights.items():
-        if trouble := _of_no_use(tensor):
+    parameters = dict(network.named_parameters())
+    for name, own in network.state_dict().items():
+        if trouble := _of_no_use(weights[name], own.is_floating_point(), name in parameters):
             raise BadInput(f"{source}: {name} {trouble}; save the floating-point weights of a model that works")
     network.load_state_dict(weights)
 
 
-def _of_no_use(tensor: torch.Tensor) -> str | None:
+def _of_no_use(tensor: torch.Tensor, wants_float: bool, is_parameter: bool) -> str | None:
+    """What is wrong with a tensor for a network's. A buffer may be infinite: a mask is."""
     if tensor.is_meta:
         return "is on the meta device, where tensors have no values"
-    if tensor.is_quantized or tensor.is_complex():
-        return f"is {tensor.dtype}"
-    return None if tensor.isfinite().all() else "has values that are not finite"
+    if not tensor.is_floating_point():
+        return f"is {tensor.dtype}" if wants_float else None
+    values = tensor.float()  # what is finite is not known for the smallest types
+    if values.isnan().any() or (is_parameter and not values.isfinite().all()):
+        return "has values that are not finite"
+    return None
 
 
 def without_wrappers(weights: dict[str, torch.Tensor], wanted: Set[str]) -> dict[str, torch.Tensor]:

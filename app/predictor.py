@@ -113,7 +113,16 @@ class Predictor:
         assert self._info.tokenizer is not None
         rows = np.flatnonzero([error is None for error in errors])
         texts = block["content"].cast(pa.large_string()).take(rows).to_pylist()
-        encoded = encode(self._info.tokenizer, texts)
+        try:
+            encoded = encode(self._info.tokenizer, texts)
+        except BadInput:  # of one of them: which?
+            for row, text in zip(rows, texts, strict=True):
+                try:
+                    encode(self._info.tokenizer, [text])
+                except BadInput as error:
+                    errors[row] = str(error)
+            yield from self._texts(block, errors)
+            return
         for row in rows[encoded.lengths == 0]:
             errors[row] = "the tokenizer finds no token in the text"
         order = np.argsort(encoded.lengths, kind="stable")

@@ -22,6 +22,7 @@ from app.config import (
     is_weights_file,
     is_weights_path,
 )
+from app.data.tokens import read_tokenizer
 from app.errors import BadInput
 from app.storage import Storage
 
@@ -129,14 +130,18 @@ def stored_tokenizer(config: Config) -> str | None:
 
 
 def tokenizer_to_go_on_with(config: Config) -> str | None:
-    """None for a run that begins, and so makes its own. Raises BadInput where it is lost."""
+    """None for a run that begins, and so makes its own. Raises BadInput where it is lost or damaged."""
     if config.dataset not in TEXT_DATASETS or not checkpoint_names(checkpoint_storage(config)):
         return None
-    if (tokenizer := stored_tokenizer(config)) is None:
+    try:
+        if (tokenizer := stored_tokenizer(config)) is None:
+            raise BadInput("it is missing")
+        read_tokenizer(tokenizer)
+    except (BadInput, UnicodeDecodeError) as error:
         raise BadInput(
-            f"--run-name {config.run_name}: {run_storage(config).uri(TOKENIZER)} is missing, and the run can only go "
-            'on with its tokenizer; restore it: a checkpoint has it in state.json, as "data", "tokenizer"'
-        )
+            f"--run-name {config.run_name} can only go on with its tokenizer, {run_storage(config).uri(TOKENIZER)}: "
+            f'{error}; restore it: a checkpoint has it in state.json, as "data", "tokenizer"'
+        ) from None
     return tokenizer
 
 

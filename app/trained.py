@@ -92,7 +92,7 @@ def _with_settings(weights_file: str, config_file: str | None) -> Trained:
     if config.dataset in TEXT_DATASETS and config.tokenizer in TOKENIZERS:
         raise BadInput(
             f"--config {config_file}: weights of texts mean nothing without the tokenizer they were trained with: "
-            "set tokenizer to its file, tokenizer.json in the run's folder"
+            "set tokenizer to its file, tokenizer.json in the run's folder, and leave vocab_size out"
         )
     import_own(config)
     return Trained(path, config, load_splits(config, check_data(config).tokenizer).info, weights)

@@ -280,6 +280,20 @@ def test_a_text_without_a_token(tmp_path: Path) -> None:
     assert result[0]["probability_good"] == result[2]["probability_good"]
 
 
+def test_a_text_that_the_tokenizer_breaks_on(tmp_path: Path) -> None:
+    trained = load_trained(text_run(tmp_path))
+    assert trained.info.tokenizer is not None
+    content = json.loads(trained.info.tokenizer)
+    content["model"]["unk_token"] = "gone"  # which a run's tokenizer cannot be, and the library finds out by itself
+    info = DataInfo(**{**vars(trained.info), "tokenizer": json.dumps(content)})
+    predict = Predictor(Trained("", trained.config, info, trained.weights), torch.device("cpu"), 2)
+    block = pa.table({"input": ["a", "b", "c"], "row": pa.nulls(3, pa.string()), "content": [b"word1", b"?", b"word1"]})
+    result = predict(block.append_column("error", pa.nulls(3, pa.string()))).to_pylist()
+    assert [row["error"] is None for row in result] == [True, False, True]
+    assert "the tokenizer cannot encode a text: WordLevel error" in result[1]["error"]
+    assert result[0]["probability_good"] == result[2]["probability_good"]
+
+
 def test_damaged_and_odd_images(tmp_path: Path) -> None:
     run = image_run(tmp_path)
     odd = tmp_path / "odd \u00e4\n1"

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from app.config import Config
+from app.data.tokens import train_tokenizer
 from app.errors import BadInput
 from app.runs import (
     Run,
@@ -64,10 +66,20 @@ def test_the_tokenizer_is_that_of_a_run_that_goes_on(config: Config) -> None:
     new = changed(config, run_name="new")
     store_tokenizer(new, "of a run that never began")
     assert tokenizer_to_go_on_with(new) is None
-    with pytest.raises(BadInput, match=r"--run-name r: .*/r/tokenizer\.json is missing.*restore it: .*state\.json"):
+    with pytest.raises(
+        BadInput, match=r"--run-name r can only go on with .*/r/tokenizer\.json: it is missing; restore"
+    ):
         tokenizer_to_go_on_with(config)
-    store_tokenizer(config, "its own")
-    assert tokenizer_to_go_on_with(config) == "its own"
+    for damaged in ("", "{", "null", Tokenizer(models.BPE()).to_str()):
+        store_tokenizer(config, damaged)
+        with pytest.raises(BadInput, match=r"the run's tokenizer .*; restore it: a checkpoint has it in state\.json"):
+            tokenizer_to_go_on_with(config)
+    (Path(config.output_dir) / "r" / "tokenizer.json").write_bytes(b"\xff")
+    with pytest.raises(BadInput, match=r"restore it: a checkpoint has it"):
+        tokenizer_to_go_on_with(config)
+    own = train_tokenizer("word", 20, 5, ["its own"])
+    store_tokenizer(config, own)
+    assert tokenizer_to_go_on_with(config) == own
 
 
 def test_checkpoints_that_no_record_explains_are_not_continued(config: Config) -> None:

@@ -89,6 +89,8 @@ def test_a_part_called_module_is_kept() -> None:
         (lambda tensor: torch.full_like(tensor, torch.nan), "has values that are not finite"),
         (lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), r"is torch\.qint8"),
         (lambda tensor: tensor.to(torch.complex64), r"is torch\.complex64"),
+        (lambda tensor: tensor.to(torch.int8), r"is torch\.int8"),
+        (lambda tensor: torch.full_like(tensor, torch.inf), "has values that are not finite"),
         (lambda tensor: tensor.to("meta"), "is on the meta device"),
     ],
 )
@@ -99,6 +101,8 @@ def test_weights_that_are_no_numbers_to_start_from(spoilt: Callable, message: st
     with pytest.raises(BadInput, match=rf"w\.pt: bias {message}.*; save the floating-point weights"):
         load_weights(network, weights | {"bias": spoilt(weights["bias"])}, "w.pt")
     load_weights(network, {name: tensor.half() for name, tensor in weights.items()}, "w.pt")
+    network.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    load_weights(network, network.state_dict(), "w.pt")
 
 
 @pytest.mark.parametrize("name", ["model", "state_dict", "model_state_dict"])

@@ -77,7 +77,7 @@ def _check_texts(config: Config, tokenizer: str | None) -> Found:
     splits, _ = read_texts(config)
     train = splits["train"]
     _enough(len(train.labels), config)
-    tokenizer = tokenizer or make_tokenizer(config, train.texts)
+    tokenizer = make_tokenizer(config, train.texts) if tokenizer is None else tokenizer
     encoded = {name: encoded_texts(config, tokenizer, texts, name) for name, texts in splits.items()}
     build_order(config, train.labels, Facts(weights=train.weights, lengths=encoded["train"].lengths))
     return Found((describe(config, tokenizer, encoded),), tokenizer)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 PAD, UNK = "[PAD]", "[UNK]"
 # What the padding token is called in tokenizers from elsewhere.
 PADDING_NAMES = (PAD, "<pad>", "<|pad|>")
-# Of no alphabet: for private use.
-IN_NO_VOCABULARY = "\ue000"
 # Texts that are encoded at a time: bounds the library's objects in memory.
 BLOCK = 10_000
 
@@ -71,32 +69,52 @@ def read_tokenizer_file(path: str, max_length: int) -> str:
         raise BadInput(f"--tokenizer {path} is no tokenizer file (tokenizer.json): {error}") from None
     try:
         return _completed(tokenizer, max_length)
-    except Exception as error:
-        raise BadInput(
-            f"--tokenizer {path} cannot encode every text at --max-length {max_length}: {error}; it needs a token "
-            "for what it has never seen, and room for one beside the marks that it adds"
-        ) from None
+    except BaseException as error:  # a panic in Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise BadInput(f"--tokenizer {path} cannot encode every text at --max-length {max_length}: {error}") from None
 
 
 def _completed(tokenizer: "Tokenizer", max_length: int) -> str:
-    """JSON that whoever loads it need not know more than: it cuts off and pads by itself."""
-    name = next((name for name in PADDING_NAMES if tokenizer.token_to_id(name) is not None), PAD)
+    """JSON that whoever loads it need not know more than: it cuts off and pads by itself.
+
+    Raises ValueError, or what the library raises, for a tokenizer that does not take every text.
+    """
+    model = json.loads(tokenizer.to_str())["model"]
+    unknown, tokens = model.get("unk_token"), model.get("vocab", {})
+    if model["type"] == "Unigram":
+        lacking = model.get("unk_id") is None and not model.get("byte_fallback")
+    else:  # BPE leaves out what it does not know
+        lacking = unknown not in tokens and not (model["type"] == "BPE" and unknown is None)
+    if lacking:
+        raise ValueError(f"it has no token for what it has never seen (its model's unk_token is {unknown})")
+    names = (*([tokenizer.padding["pad_token"]] if tokenizer.padding else []), *PADDING_NAMES)
+    name = next((name for name in names if tokenizer.token_to_id(name) is not None), PAD)
     tokenizer.add_special_tokens([name])
-    tokenizer.enable_padding(pad_id=tokenizer.token_to_id(name), pad_token=name)
+    padding, ids = tokenizer.token_to_id(name), list(tokenizer.get_vocab().values())
+    assert padding is not None
+    if ids.count(padding) > 1:  # a new one is numbered by how many there are
+        raise ValueError(f"it has no token for padding, and {padding} is taken: add one called {PAD} to it")
+    tokenizer.enable_padding(pad_id=padding, pad_token=name)
     if (marks := tokenizer.num_special_tokens_to_add(False)) >= max_length:  # it would not cut off at all
-        raise ValueError(f"it puts {marks} marks of its own into each")
+        raise ValueError(f"it puts {marks} marks of its own into each, and there must be room for more")
     tokenizer.enable_truncation(max_length)
-    tokenizer.encode(IN_NO_VOCABULARY)
+    if (most := max(tokenizer.encode("a \N{SNOWMAN}").ids, default=0)) > max(ids):
+        raise ValueError(f"it gives the id {most}, and the last of its tokens is {max(ids)}")
     return tokenizer.to_str()
 
 
 @functools.lru_cache(maxsize=4)
 def read_tokenizer(content: str) -> Vocabulary:
-    """From the JSON that a run keeps."""
+    """From the JSON that a run keeps. Raises BadInput for anything else."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(content)
-    assert tokenizer.padding is not None
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # the library raises nothing more special
+        raise BadInput(f"the run's tokenizer cannot be read: {error}") from None
+    if tokenizer.padding is None or tokenizer.truncation is None:
+        raise BadInput("the run's tokenizer does not say how it pads and cuts off: it is not as the run stored it")
     padding: int = tokenizer.padding["pad_id"]
     tokenizer.no_padding()  # of a whole block to its longest
     # Not their number: those of a vocabulary that was cut down have gaps.
@@ -126,11 +144,20 @@ class Encoded:
 
 
 def encode(content: str, texts: Sequence[str]) -> Encoded:
-    """The tokens of each text, as far as the tokenizer goes. Padding is in none: a text that names it means none."""
+    """The tokens of each text, as far as the tokenizer goes. Padding is in none: a text that names it means none.
+
+    Raises BadInput for a text that the library breaks on.
+    """
     vocabulary = read_tokenizer(content)
     parts, lengths, truncated = [np.empty(0, np.int32)], [], 0
     for start in range(0, len(texts), BLOCK):
-        for encoding in vocabulary.tokenizer.encode_batch_fast(list(texts[start : start + BLOCK])):
+        try:
+            encodings = vocabulary.tokenizer.encode_batch_fast(list(texts[start : start + BLOCK]))
+        except BaseException as error:  # a panic in Rust is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise BadInput(f"the tokenizer cannot encode a text: {error}") from None
+        for encoding in encodings:
             tokens = np.array(encoding.ids, np.int32)
             parts.append(tokens[tokens != vocabulary.padding])
             lengths.append(len(parts[-1]))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,13 +140,42 @@ def test_no_tokenizer(tmp_path: Path) -> None:
             read_tokenizer_file(str(tmp_path / "t.json"), 5)
 
 
-def test_a_tokenizer_that_cannot_encode_every_text(tmp_path: Path) -> None:
-    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"},
+            r"no token for what it has never seen .* is none\)",
+        ),
+        ({"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "[UNK]"}, r"never seen .* is \[UNK\]\)"),
+        ({"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "<unk>"}, "never seen .* is <unk>"),
+        ({"type": "Unigram", "vocab": [["a", 0.0]]}, "never seen"),
+        ({"type": "WordLevel", "vocab": {"a": 2, "b": 0}, "unk_token": "b"}, "no token for padding, and 2 is taken"),
+    ],
+)
+def test_a_tokenizer_that_cannot_encode_every_text(tmp_path: Path, model: dict[str, Any], message: str) -> None:
+    if model["type"] == "WordPiece":
+        model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
     (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model}))
-    with pytest.raises(
-        BadInput, match=r"t\.json cannot encode every text at --max-length 5: .*a token for what it has"
-    ):
+    with pytest.raises(BadInput, match=rf"t\.json cannot encode every text at --max-length 5: it has .*{message}"):
         read_tokenizer_file(str(tmp_path / "t.json"), 5)
+
+
+def test_marks_that_leave_no_room_or_are_no_tokens(tmp_path: Path) -> None:
+    vocabulary = {"<s>": 0, "</s>": 2, "<unk>": 3, "<pad>": 1}
     for length in (1, 2):
-        with pytest.raises(BadInput, match=f"at --max-length {length}: it puts 2 marks of its own into each; .*room"):
-            given(tmp_path / "t.json", {"<s>": 0, "</s>": 2, "<unk>": 3}, max_length=length)
+        with pytest.raises(BadInput, match=f"at --max-length {length}: it puts 2 marks of its own into each, .*room"):
+            given(tmp_path / "t.json", vocabulary, max_length=length)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.post_processor = processors.BertProcessing(("</s>", 2), ("<s>", 77))
+    tokenizer.save(str(tmp_path / "t.json"))
+    with pytest.raises(BadInput, match="it gives the id 77, and the last of its tokens is 3"):
+        read_tokenizer_file(str(tmp_path / "t.json"), 5)
+
+
+def test_the_padding_that_a_file_names_is_its_padding(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<PAD>": 1, "a": 2}, unk_token="<unk>"))
+    tokenizer.enable_padding(pad_id=1, pad_token="<PAD>")
+    tokenizer.save(str(tmp_path / "t.json"))
+    vocabulary = read_tokenizer(read_tokenizer_file(str(tmp_path / "t.json"), 5))
+    assert (vocabulary.padding, vocabulary.size) == (1, 3)
