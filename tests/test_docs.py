@@ -48,6 +48,8 @@ def test_readme_links_to_it(page: str) -> None:
     assert f"(docs/{page})" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_script_that_is_left_behind_runs(tmp_path: Path) -> None:
     write_examples("from-ddp.md", tmp_path)
     torchrun = Path(sys.executable).with_name("torchrun")

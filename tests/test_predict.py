@@ -195,6 +195,8 @@ def test_two_workers_on_ray_give_what_one_process_gives_and_build_one_network_ea
     assert 1 <= len(pids) == len(set(pids)) <= 2  # for 5 blocks, which the first to be ready may have done alone
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["text-lstm", "text-transformer"])
@@ -490,6 +492,8 @@ def test_ended_in_the_middle_it_leaves_nothing(tmp_path: Path, number: signal.Si
     assert os.listdir(out) == []
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
     run = text_run(tmp_path)
     program = (

@@ -48,6 +48,8 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_batches_of_one_shape_each_train_and_are_measured_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +65,8 @@ def test_batches_of_one_shape_each_train_and_are_measured_exactly(
     assert found["metrics"]["val/loss"] == pytest.approx(summary.metrics["val/loss"], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_table_of_ones_own_trains_is_measured_and_predicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

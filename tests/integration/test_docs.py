@@ -43,6 +43,8 @@ def test_a_dry_run_of_the_examples_is_what_the_page_shows(
         assert re.sub(r"loss .*? on", "loss on", line) in [re.sub(r"loss .*? on", "loss on", told) for told in said]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_examples_train(tmp_path: Path) -> None:
     """By the command itself, in a directory of its own, from which its workers find the two files too."""
     command = write_examples("your-own.md", tmp_path)[-1]
