@@ -68,13 +68,15 @@ class Screen:
     """What the Tracker has to tell, shown on the terminal."""
 
     def __init__(self, tracker: Any, display: Display):
-        self._tracker, self._display, self._events_seen = tracker, display, 0
+        self._tracker, self._display, self._events_seen, self._validations_seen = tracker, display, 0, 0
 
     def update(self) -> Progress:
-        progress: Progress = ray.get(self._tracker.progress.remote(self._events_seen))
+        progress: Progress = ray.get(self._tracker.progress.remote(self._events_seen, self._validations_seen))
         for event in progress.events:
             self._display.event(event)
-        self._events_seen = progress.events_seen
+        for validation in progress.validations:
+            self._display.validated(validation)
+        self._events_seen, self._validations_seen = progress.events_seen, progress.validations_seen
         self._display.show(progress.live)
         return progress
 

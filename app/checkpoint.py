@@ -49,12 +49,12 @@ class Best:
     def metrics(self) -> dict[str, float]:
         return {"val/accuracy": self.accuracy, "val/loss": self.loss} if self.loss is not None else {}
 
-    def update(self, step: int, accuracy: float, loss: float) -> bool:
+    def update(self, step: int, accuracy: float, loss: float, epoch_ended: bool = True) -> bool:
         better = self.loss is None or (accuracy, -loss) > (self.accuracy, -self.loss)
         if better:
             self.step, self.accuracy, self.loss, self.epochs_since = step, accuracy, loss, 0
         else:
-            self.epochs_since += 1
+            self.epochs_since += epoch_ended
         return better
 
 

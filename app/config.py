@@ -248,7 +248,10 @@ class Config(BaseModel):
     )
 
     checkpoint_every: int | None = setting(
-        None, "checkpoints", "Steps between checkpoints. Default: at each epoch's end.", effect="free", ge=1
+        None, "checkpoints", "Steps between checkpoints. Default: after each validation.", effect="free", ge=1
+    )
+    validate_every: int | None = setting(
+        None, "checkpoints", "Steps between validations within an epoch too. Default: at each epoch's end.", ge=1
     )
     keep_checkpoints: int = setting(
         2, "checkpoints", "Checkpoints kept: the best and the newest ones.", effect="free", ge=2

@@ -14,7 +14,7 @@ def load_yaml(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.load(Path(path).read_text(), Loader=_yaml_loader())
+        values = yaml.load(Path(path).read_text(), Loader=yaml_loader())
     except OSError as error:
         raise BadInput(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -29,7 +29,7 @@ def load_yaml(path: str) -> dict[str, Any]:
     return {name: getattr(config, name) for name in values}
 
 
-def _yaml_loader() -> Any:
+def yaml_loader() -> Any:
     """PyYAML's safe loader, without two surprises: 1:4 is a number there (64, in base 60), and of a key
     given twice the last one wins."""
     import yaml

@@ -17,23 +17,24 @@ RUN = "mlflow.json"
 
 
 class Target:
-    """The MLflow run that records go to. Its id is kept with the run's files."""
+    """The MLflow run that records go to, nested in the parent's. Its id is kept with the run's files.
 
-    def __init__(self, uri: str, experiment: str, run_name: str, storage: Storage):
+    is_new: it was created since this was last set to False, because there was none.
+    """
+
+    def __init__(self, uri: str, experiment: str, run_name: str, storage: Storage, parent: "Target | None" = None):
         self.uri, self.name = uri, without_credentials(uri)
-        self._experiment, self._run_name, self._storage = experiment, run_name, storage
+        self._experiment, self._run_name, self._storage, self._parent = experiment, run_name, storage, parent
         self.run_id: str | None = None
+        self.is_new = False
         known = json.loads(storage.read(RUN) or b"{}")
         if known.get("tracking_uri") == self.name:
             self.run_id = known["run_id"]
         # mlflow.json is written; the run was seen to be there
         self._noted, self._checked = self.run_id is not None, False
 
-    def connect(self) -> tuple[Any, str, bool]:
-        """An MlflowClient, the run's id, and whether the run was created just now, because there was none.
-
-        Raises what MLflow raises.
-        """
+    def connect(self) -> tuple[Any, str]:
+        """An MlflowClient and the run's id. Raises what MLflow raises."""
         # A dead server must be found out in seconds, not in MLflow's default of minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -49,15 +50,16 @@ class Target:
         client = mlflow.MlflowClient(self.uri)
         if self.run_id is not None and not self._checked and not _exists(client, self.run_id):
             self.run_id, self._noted = None, False  # deleted meanwhile, or the database was
-        is_new = self.run_id is None
         if self.run_id is None:
-            self.run_id = client.create_run(self._experiment_id(client), run_name=self._run_name).info.run_id
+            tags = {} if self._parent is None else {"mlflow.parentRunId": self._parent.connect()[1]}
+            run = client.create_run(self._experiment_id(client), run_name=self._run_name, tags=tags)
+            self.run_id, self.is_new = run.info.run_id, True
         self._checked = True
         if not self._noted:
             record = {"tracking_uri": self.name, "run_id": self.run_id, "experiment": self._experiment}
             self._storage.write(RUN, json.dumps(record).encode())
             self._noted = True
-        return client, self.run_id, is_new
+        return client, self.run_id
 
     def without_password(self, text: str) -> str:
         """MLflow's errors name the URI with all that is in it."""
@@ -106,9 +108,10 @@ def deliver(directory: Path, target: Target, event: Callable[[str], None] = prin
     A record that was sent but not noted as sent is sent again, with the same time and step, which
     MLflow stores once. One that is refused is said and passed over: it must not block those behind it.
     """
-    client, run_id, is_new = target.connect()
-    if is_new:
+    client, run_id = target.connect()
+    if target.is_new:
         _note_sent(directory, 0)  # it gets every record there is
+        target.is_new = False
     for records, position in _batches(directory, sent_offset(directory)):
         try:
             _send(client, run_id, directory, records)
@@ -157,7 +160,7 @@ def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any
     elif record["kind"] == "tags":
         client.log_batch(run_id, tags=[RunTag(key, value) for key, value in record["tags"].items()])
     elif record["kind"] == "artifact":
-        client.log_artifact(run_id, str(directory / record["file"]))
+        client.log_artifact(run_id, str(directory / record["file"]), os.path.dirname(record["file"]) or None)
     elif record["kind"] == "pictures":
         from app.pictures import draw
 
@@ -166,7 +169,7 @@ def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any
     elif record["kind"] == "model":
         from app.mlflow_model import log_model
 
-        log_model(run_id, record["checkpoint"])
+        log_model(run_id, record["checkpoint"], record.get("register"))
     else:
         assert record["kind"] == "status"
         client.set_terminated(run_id, status=record["status"], end_time=record["time_ms"])
@@ -178,22 +181,28 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
         print("usage: python -m app.deliver RUN_DIRECTORY\n\nDelivers the records of a run that MLflow lacks.")
         return 0 if argv and argv[0] in ("-h", "--help") else 2
-    from app.runs import read_run, tracking_directory
+    from app.runs import SWEEP, read_run, tracking_directory
 
     storage = Storage(argv[0])
-    record = read_run(storage)
-    if record is None:
-        raise BadInput(f"{argv[0]} is no run's directory: it has no run.json")
-    directory = tracking_directory(storage.root)
-    uri = record.config.tracking_uri
+    record, sweep = read_run(storage), storage.read(SWEEP)
+    if record is None and sweep is None:
+        raise BadInput(f"{argv[0]} is no run's and no sweep's directory: it has no run.json and no {SWEEP}")
+    settings = record.config.model_dump() if record is not None else json.loads(sweep or b"")["config"]
+    uri = settings["tracking_uri"]
     if uri == "none" or uri is None:
         raise BadInput(f"{argv[0]} was run with --tracking-uri none: there is nothing to deliver")
     if without_credentials(given := os.environ.get("MLFLOW_TRACKING_URI", "")) == uri:
         uri = given  # the same server, with the password that was not written down
-    assert record.config.run_name is not None
-    target = Target(uri, record.config.experiment, record.config.run_name, storage)
+    directory = tracking_directory(storage.root)
+    target = Target(uri, settings["experiment"], settings["run_name"], storage)
+    parts = [(directory, target)]
+    for name in storage.names("") if record is None else ():  # a sweep's trials
+        if (nested := directory.parent / name / directory.name / SPOOL).is_file():
+            trial = Target(uri, settings["experiment"], name, Storage(f"{storage.root}/{name}"), target)
+            parts.append((nested.parent, trial))
     try:
-        deliver(directory, target)
+        for spool, part in parts:
+            deliver(spool, part)
     except Exception as error:
         reason = target.without_password(str(error))
         raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {reason}") from None

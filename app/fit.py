@@ -80,10 +80,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
             return done, 0
         for note in cluster.notes:
             display.event(note)
-        remove_leftovers(config)
-        write_run(Run(config, "running"))
-        if found.tokenizer is not None:
-            store_tokenizer(config, found.tokenizer)
+        begin(config, found.tokenizer)
         tracker = start_tracker(config, tracking_uri)
         tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
         from ray.exceptions import RayError
@@ -105,6 +102,14 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     if outcome.exit_code == 2:
         raise BadInput(outcome.error or "")
     return summary, 128 + interrupt.signal if interrupt.count and summary.status == "killed" else outcome.exit_code
+
+
+def begin(config: Config, tokenizer: str | None) -> None:
+    """Write down what is about to be trained. Before there is a Tracker: what it would find is cleared away."""
+    remove_leftovers(config)
+    write_run(Run(config, "running"))
+    if tokenizer is not None:
+        store_tokenizer(config, tokenizer)
 
 
 def finished_before(config: Config, display: Display) -> Summary | None:
@@ -184,11 +189,19 @@ def as_far_as_saved(config: Config, outcome: "Outcome") -> "Outcome":
 
 
 def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display, interrupt: Interrupt) -> Summary:
-    """Close the MLflow run, wait for its records to be delivered, and write down how the run ended."""
+    """Close the MLflow run and wait for its records to be delivered."""
     import ray
 
     best = outcome.checkpoint if outcome.status == "finished" else None
     ray.get(tracker.finish.remote(MLFLOW_STATUS[outcome.status], best))
+    state = wait_for_delivery(tracker, run_storage(config).root, display, interrupt)
+    return concluded(config, outcome, state.run_id)
+
+
+def wait_for_delivery(tracker: Any, root: str, display: Display, interrupt: Interrupt) -> DeliveryState:
+    """Until all is in MLflow, or does not come to be: what is left over is told how to deliver."""
+    import ray
+
     began = unreachable_since = time.monotonic()
     while True:
         state: DeliveryState = ray.get(tracker.delivery_state.remote())  # type: ignore[assignment]  # ray's stubs
@@ -199,14 +212,17 @@ def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display, i
             break
         time.sleep(LOOK_EVERY_S)
     if not state.all_sent:
-        display.event(
-            f"not everything is in MLflow yet; deliver it with: python -m app.deliver {run_storage(config).root}"
-        )
+        display.event(f"not everything is in MLflow yet; deliver it with: python -m app.deliver {root}")
+    return state
+
+
+def concluded(config: Config, outcome: "Outcome", run_id: str | None) -> Summary:
+    """Write down how the run ended."""
     if outcome.checkpoint is None:  # the workers could not say
         outcome = as_far_as_saved(config, outcome)
     summary = Summary(
         run_name=config.run_name or "",
-        run_id=state.run_id,
+        run_id=run_id,
         status=outcome.status,
         checkpoint=outcome.checkpoint,
         epoch=outcome.epoch,

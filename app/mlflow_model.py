@@ -10,9 +10,13 @@ import torch
 from app.traced import example_inputs, open_sizes, tracing
 from app.trained import load_trained
 
+CHAMPION = "champion"
 
-def log_model(run_id: str, path: str) -> None:
+
+def log_model(run_id: str, path: str, register: str | None = None) -> None:
     """Log it with its signature; MLflow's load_model for PyTorch then gives a module from inputs to logits.
+
+    register: as a new version of the registered model of this name, which gets the alias champion.
 
     Stored as an exported program (pt2), which is read back without unpickling. Class names are in its
     metadata; the tokenizer of texts is its file extra_files/tokenizer.json.
@@ -40,12 +44,16 @@ def log_model(run_id: str, path: str) -> None:
             tokenizer.write_text(info.tokenizer, encoding="utf-8")
             files.append(str(tokenizer))
         with mlflow.start_run(run_id=run_id):
-            log_pytorch_model(
+            logged = log_pytorch_model(
                 classifier,
                 name="model",
                 signature=signature,
                 input_example=example,
                 extra_files=files or None,
+                registered_model_name=register,
                 pip_requirements=requirements,  # given, so that MLflow need not find them out by running the model
                 metadata={"class_names": list(info.class_names), "checkpoint": path},
             )
+    if register is not None:
+        number = str(logged.registered_model_version)
+        mlflow.MlflowClient().set_registered_model_alias(register, CHAMPION, number)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from app.tracking import Live
+from app.tracking import Live, Validation
 
 PLAIN_EVERY_S = 10.0
 # How often the driver looks for what there is to show.
@@ -40,6 +40,9 @@ class Display:
 
     def event(self, text: str) -> None:
         self.console.print(Text(text))
+
+    def validated(self, validation: Validation) -> None:
+        """Shown with the live line; a sweep's trial hands it on."""
 
     def waiting(self, text: str) -> None:
         """For a terminal only: what is being waited for."""

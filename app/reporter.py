@@ -17,7 +17,7 @@ import ray
 from app.data.loader import Batch
 from app.data.sampling import Schedule
 from app.distributed import World
-from app.tracking import Live, Stop
+from app.tracking import Live, Stop, Validation
 from app.watchdog import Watchdog
 
 STOP_POLL_S = 0.5
@@ -82,6 +82,15 @@ class Reporter:
                 metrics=self._metrics,
             )
         )
+
+    def validated(self, step: int, schedule: Schedule, metrics: dict[str, float]) -> None:
+        """A measurement, once what is to be saved of it is on its way: the place for a sweep to end the trial."""
+        if self.is_rank_zero:
+            self.rest()  # a trial may have to wait here for the others
+            self._tracker.validated.remote(
+                Validation(step=step, epochs=step / schedule.steps_per_epoch, metrics=metrics)
+            )
+            self.alive()
 
     def event(self, text: str) -> None:
         if self.is_rank_zero:

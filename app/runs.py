@@ -26,12 +26,12 @@ from app.data.tokens import read_tokenizer
 from app.errors import BadInput
 from app.storage import Storage
 
-RUN, TOKENIZER = "run.json", "tokenizer.json"
+RUN, TOKENIZER, SWEEP = "run.json", "tokenizer.json", "sweep.json"
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 CHECKPOINT = re.compile(r"checkpoint-\d{9,}")
 TRACKING_SCHEMES = ("http", "https", "databricks", "sqlite", "postgresql", "mysql", "mssql")
-# paused: between two attempts of the same command
-Status = Literal["running", "paused", "finished", "failed", "killed"]
+# paused: between two attempts of the same command; stopped: a trial that its sweep gave up
+Status = Literal["running", "paused", "finished", "stopped", "failed", "killed"]
 LENGTH_DEPENDENT_SCHEDULES = ("cosine", "linear")
 
 
@@ -232,6 +232,8 @@ def open_run(config: Config) -> Run:
     would change the result of the run that has this name. One without a checkpoint never began: its
     name is free for any config.
     """
+    if SWEEP in run_storage(config).names(""):
+        raise BadInput(f"--run-name {config.run_name}: {run_storage(config).root} is a sweep's; choose another name")
     known, names = read_run(run_storage(config)), checkpoint_names(checkpoint_storage(config))
     if not names:
         return Run(config, "running")

@@ -92,12 +92,15 @@ def ddp_options(config: Config) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load its state, in the memory layout of the parameters.
+    """Load its state, in the memory layout of the parameters; its settings stay (a sweep may change them).
 
     The saved tensors keep the layout they had; torch's fused kernels pair them with the parameters by
     place in memory, so another channels_last would silently mix them up.
     """
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:

@@ -27,6 +27,9 @@ class Spool:
                     self._last_step.update(dict.fromkeys(record["values"], record["step"]))
         self._file = path.open("a", encoding="utf-8")
 
+    def close(self) -> None:
+        self._file.close()
+
     def append(self, kind: str, **content: Any) -> None:
         self._file.write(json.dumps({"kind": kind, "time_ms": int(time.time() * 1000), **content}) + "\n")
         self._file.flush()

@@ -22,6 +22,8 @@ from app.storage import Storage
 BAD_SAMPLES = "bad_samples.txt"
 # Seconds between batches, and between tries to reach a server.
 BATCH_S, RETRY_S = 1.0, 5.0
+# A sweep's Tracker delivers many runs: pictures and models are not made by two threads at once.
+ONE_AT_A_TIME = threading.Lock()
 
 
 Stop = Literal["killed", "paused"]
@@ -37,37 +39,57 @@ class Live(TypedDict):
     metrics: dict[str, float]
 
 
+class Validation(TypedDict):
+    """A measurement on the val split, after `step` steps."""
+
+    step: int
+    epochs: float  # gone through up to here
+    metrics: dict[str, float]
+
+
 @dataclass(frozen=True)
 class Progress:
     """Where the run stands; live is None while no worker trains. events: those that were not seen yet, of
-    events_seen in all. nodes: the ids of those that workers run on. failures: times that workers were lost."""
+    events_seen in all; validations likewise. nodes: the ids of those that workers run on. failures: times
+    that workers were lost."""
 
     live: Live | None
     events: list[str]
     events_seen: int
     nodes: frozenset[str]
     failures: int = 0
+    validations: tuple[Validation, ...] = ()
+    validations_seen: int = 0
 
 
 class Tracker:
     """Records, live progress and the stop flag of one run; a zero-CPU actor beside the driver.
 
     Its methods are short and run one at a time, in the order of the caller: slow things are the
-    delivery thread's. tracking_uri None: everything but MLflow.
+    delivery thread's. tracking_uri None: everything but MLflow. parent: of a nested run.
     """
 
-    def __init__(self, directory: str, storage_root: str, tracking_uri: str | None, experiment: str, run_name: str):
+    def __init__(
+        self,
+        directory: str,
+        storage_root: str,
+        tracking_uri: str | None,
+        experiment: str,
+        run_name: str,
+        parent: Target | None = None,
+    ):
         self._spool = Spool(Path(directory))
         self._live: Live | None = None
         self._nodes: set[str] = set()
         self._events: list[str] = []
+        self._validations: list[Validation] = []
         self._failures = 0
         self._stop: Stop | None = None
         self._failure: tuple[str, int] | None = None
-        self._delivery = None
+        self.target, self._delivery = None, None
         if tracking_uri is not None:
-            target = Target(tracking_uri, experiment, run_name, Storage(storage_root))
-            self._delivery = Delivery(self._spool.directory, target, self.event)
+            self.target = Target(tracking_uri, experiment, run_name, Storage(storage_root), parent)
+            self._delivery = Delivery(self._spool.directory, self.target, self.event)
 
     # called by workers
 
@@ -86,6 +108,9 @@ class Tracker:
 
     def live(self, live: Live) -> None:
         self._live = live
+
+    def validated(self, validation: Validation) -> None:
+        self._validations.append(validation)
 
     def event(self, text: str) -> None:
         """Something that a person should read once."""
@@ -140,10 +165,8 @@ class Tracker:
     # called by the driver
 
     def begin(self, params: dict[str, str], tags: dict[str, str], config_yaml: str) -> None:
-        (self._spool.directory / "config.yaml").write_text(config_yaml)
         self._spool.append("run", params=params, tags=tags)
-        self._spool.append("artifact", file="config.yaml")
-        self._wake()
+        self.artifact("config.yaml", config_yaml.encode())
 
     def start_attempt(self, num_workers: int, tell: bool) -> None:
         """Workers are about to be started, for the first time or again."""
@@ -152,7 +175,18 @@ class Tracker:
             self._stop = None
         if tell:
             self.event(f"training on {num_workers} worker{'s' * (num_workers > 1)}")
-        self._spool.append("tags", tags={"world_size": str(num_workers)})
+        self.tags({"world_size": str(num_workers)})
+
+    def tags(self, tags: dict[str, str]) -> None:
+        self._spool.append("tags", tags=tags)
+        self._wake()
+
+    def artifact(self, name: str, content: bytes) -> None:
+        """A file of the run's; name may have a folder before it."""
+        path = self._spool.directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        self._spool.append("artifact", file=name)
         self._wake()
 
     def request_stop(self, how: Stop) -> None:
@@ -164,19 +198,33 @@ class Tracker:
         if self._stop != "killed":
             self._stop = how
 
-    def progress(self, events_seen: int) -> Progress:
-        """With the events after the first events_seen."""
-        # A Tracker that was restarted has fewer events than were seen.
+    def progress(self, events_seen: int, validations_seen: int = 0) -> Progress:
+        """With what came after the first events_seen events and the first validations_seen validations."""
+        # A Tracker that was restarted has fewer than were seen.
         events = self._events[min(events_seen, len(self._events)) :]
-        return Progress(self._live, events, len(self._events), frozenset(self._nodes), self._failures)
+        validations = self._validations[min(validations_seen, len(self._validations)) :]
+        return Progress(
+            self._live,
+            events,
+            len(self._events),
+            frozenset(self._nodes),
+            self._failures,
+            tuple(validations),
+            len(self._validations),
+        )
 
     def finish(self, status: str, checkpoint: str | None) -> None:
         """Record the end, with the best checkpoint as a model; delivery_state() tells when it is delivered."""
         if (self._spool.directory / "pictures.npz").exists():
             self._spool.append("pictures", file="pictures.npz")
         if checkpoint is not None:
-            self._spool.append("model", checkpoint=checkpoint)
+            self.model(checkpoint)
         self._spool.append("status", status=status)
+        self._wake()
+
+    def model(self, checkpoint: str, register: str | None = None) -> None:
+        """Deliver a checkpoint as a model; register: also under this name, as its champion."""
+        self._spool.append("model", checkpoint=checkpoint, register=register)
         self._wake()
 
     def delivery_state(self) -> "DeliveryState":
@@ -214,7 +262,8 @@ class Delivery:
             self.wake.wait()
             self.wake.clear()
             try:
-                deliver(self._directory, self._target, self._event)
+                with ONE_AT_A_TIME:
+                    deliver(self._directory, self._target, self._event)
                 self._error = ""
                 pause = BATCH_S
             except Exception as error:  # whatever a server that is not ours does: said, and tried again

@@ -59,6 +59,7 @@ class Outcome:
     step: int = 0
     samples_seen: int = 0
     samples_per_s: float | None = None
+    train_seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     exit_code: int = 0
@@ -137,6 +138,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
 
     status: Status = "finished"
     error, seen_before, train_seconds = None, position.samples_seen, 0.0
+    latest: dict[str, float] = {}
     with CheckpointWriter(storage, config, splits.info, reporter.flush, enabled=world.rank == 0) as writer:
         writer.discard_after(position.step)
         if checkpoint is None:
@@ -163,20 +165,24 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                     reporter.metrics(position.step, {**position.window.metrics(), "lr": rate})
                     position.window = Window()
 
-                # at an epoch's end: evaluate
+                # at an epoch's end, and in between if that is asked for: evaluate
                 improved = False
-                if epoch_ended:
+                validated = epoch_ended or (config.validate_every and position.step % config.validate_every == 0)
+                if validated:
                     validation = measure(training.evaluated, training, val_loader, splits, "val", reporter)
                     if not math.isfinite(validation.loss):  # the same number on every rank
                         raise NonFiniteLoss(f"the validation loss is {validation.loss} after step {position.step}")
-                    reporter.metrics(position.step, validation.metrics("val"))
-                    improved = position.best.update(position.step, validation.accuracy, validation.loss)
+                    latest = validation.metrics("val")
+                    reporter.metrics(position.step, latest)
+                    improved = position.best.update(position.step, validation.accuracy, validation.loss, epoch_ended)
                 reporter.live(position.step, schedule, now=epoch_ended)
 
                 # when it is due: save
-                due = epoch_ended if config.checkpoint_every is None else position.step % config.checkpoint_every == 0
+                due = validated if config.checkpoint_every is None else position.step % config.checkpoint_every == 0
                 if due or improved or last or result.stop:
                     writer.save(position, network, optimizer, training.ema)
+                if validated:
+                    reporter.validated(position.step, schedule, latest)
                 if result.stop and not last:
                     status = reporter.stop or "killed"
                     break
@@ -204,6 +210,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
         step=position.step,
         samples_seen=position.samples_seen,
         samples_per_s=(position.samples_seen - seen_before) / train_seconds if train_seconds else None,
+        train_seconds=train_seconds,
         metrics=metrics,
         error=error,
         exit_code=1 if status == "failed" else 0,

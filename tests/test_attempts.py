@@ -55,7 +55,7 @@ class Tracker:
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         calls = {
-            "progress": lambda _: self.state,
+            "progress": lambda *_: self.state,
             "failure": lambda: self.known,
             "start_attempt": lambda num_workers, _: self.attempts.append(num_workers),
         }

@@ -12,7 +12,7 @@ import pytest
 from app.deliver import Target, deliver, without_credentials
 from app.spool import Spool, read_records
 from app.storage import Storage
-from app.tracking import Progress, Tracker
+from app.tracking import Progress, Tracker, Validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
 
@@ -254,6 +254,11 @@ def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
     tracker.event("two")
     assert (tracker.stop_requested(), tracker.failure()) == ("killed", ("the first", 2))
     assert tracker.progress(1) == Progress(None, ["two"], 2, frozenset())
+    first, second = (Validation(step=step, epochs=step / 2, metrics={"val/loss": 1.0}) for step in (1, 2))
+    tracker.validated(first)
+    tracker.validated(second)
+    assert tracker.progress(2, 1) == Progress(None, [], 2, frozenset(), 0, (second,), 2)
+    assert tracker.progress(9, 9).validations == ()
 
 
 class Silent(http.server.BaseHTTPRequestHandler):

@@ -1,0 +1,1 @@
+"""Sweeps: many settings tried with the same run, by Ray Tune."""
