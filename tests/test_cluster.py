@@ -41,12 +41,16 @@ def embedded(visible: str, cwd: Path) -> tuple[bool, float, list[str]]:
     return use_gpu, gpus, sees
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_cuda_visible_devices_are_the_gpus_there_are(tmp_path: Path) -> None:
     use_gpu, gpus, sees = embedded("3,1", tmp_path)
     assert (use_gpu, gpus) == (True, 2)
     assert sorted(sees) == ["1", "3"]  # one each
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_no_visible_device_means_cpus(tmp_path: Path) -> None:
     assert embedded("", tmp_path) == (False, 0, ["", ""])
 

@@ -46,6 +46,8 @@ def final_weights(tmp_path: Path, run_name: str) -> dict[str, torch.Tensor]:
     return load_checkpoint(storage, checkpoint_names(storage)[-1]).model
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_trains_tracks_evaluates_and_is_resumed_longer_on_other_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +167,8 @@ def slow_net(num_classes: int, input_shape: tuple[int, int, int]) -> torch.nn.Mo
     return Slow(num_classes, input_shape)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_loss_that_is_no_number_fails_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     settings = {"lr": 1e30, "optimizer": "sgd", "warmup_epochs": 0.0, "num_workers": 2}
     summary, exit_code = fit(config(tmp_path, run_name="nan", **settings))
@@ -181,6 +185,8 @@ def test_a_loss_that_is_no_number_fails_the_run_and_keeps_the_last_good_checkpoi
     assert mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(summary.run_id).info.status == "FAILED"
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_file_that_goes_bad_while_one_rank_reads_it_ends_the_run_and_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "images", {"cat": 30, "dog": 30}, size=(64, 64))
     path = tmp_path / "images" / "cat" / "007.png"
