@@ -50,7 +50,6 @@ def test_cuda_visible_devices_are_the_gpus_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_no_visible_device_means_cpus(tmp_path: Path) -> None:
     assert embedded("", tmp_path) == (False, 0, ["", ""])
 

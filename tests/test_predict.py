@@ -196,7 +196,6 @@ def test_two_workers_on_ray_give_what_one_process_gives_and_build_one_network_ea
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["text-lstm", "text-transformer"])
@@ -493,7 +492,6 @@ def test_ended_in_the_middle_it_leaves_nothing(tmp_path: Path, number: signal.Si
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
     run = text_run(tmp_path)
     program = (

@@ -49,7 +49,6 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_batches_of_one_shape_each_train_and_are_measured_exactly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
