@@ -42,7 +42,7 @@ from app.user_code import import_own
 if TYPE_CHECKING:
     from app.worker import Outcome
 
-MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "killed": "KILLED"}
 # How long a finished run waits for its records to be delivered: while MLflow answers, and once it does not.
 DELIVERY_S, UNREACHABLE_S = 180.0, 5.0
 

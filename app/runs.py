@@ -22,7 +22,6 @@ from app.config import (
     is_weights_file,
     is_weights_path,
 )
-from app.data.tokens import read_tokenizer
 from app.errors import BadInput
 from app.storage import Storage
 
@@ -133,6 +132,8 @@ def tokenizer_to_go_on_with(config: Config) -> str | None:
     """None for a run that begins, and so makes its own. Raises BadInput where it is lost or damaged."""
     if config.dataset not in TEXT_DATASETS or not checkpoint_names(checkpoint_storage(config)):
         return None
+    from app.data.tokens import read_tokenizer  # and with it numpy, which a wrong flag need not wait for
+
     try:
         if (tokenizer := stored_tokenizer(config)) is None:
             raise BadInput("it is missing")

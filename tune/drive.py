@@ -20,6 +20,7 @@ from ray.tune.search import BasicVariantGenerator
 
 from app.config import Config
 from app.errors import BadInput, TrainingFailed
+from app.fit import MLFLOW_STATUS
 from app.interrupt import Interrupt
 from app.progress import LOOK_EVERY_S, Display
 from app.runs import Run, Summary, write_run
@@ -35,7 +36,6 @@ from tune.trial import SweepTrial, Task
 TUNE_FILES = "tune"
 # A resource that the head's node has 1 of, and how much of it Ray Train's own actor takes.
 HEAD, FOR_RAY_TRAIN = "node:__internal_head__", 0.001
-MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "killed": "KILLED"}
 
 
 def conduct(

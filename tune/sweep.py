@@ -109,8 +109,8 @@ def try_out(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from app.fit import parameters, tags, wait_for_delivery
-    from tune.drive import MLFLOW_STATUS, TUNE_FILES, conduct
+    from app.fit import MLFLOW_STATUS, parameters, tags, wait_for_delivery
+    from tune.drive import TUNE_FILES, conduct
     from tune.search import Optuna, Planned, planned
     from tune.tracker import PARENT, SweepTracker, TrackerOf
     from tune.trial import Task

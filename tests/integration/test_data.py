@@ -82,7 +82,7 @@ def test_a_table_of_ones_own_trains_is_measured_and_predicts(
     texts = {"text_column": "review", "label_column": "stars", "max_length": 12, "sampler": "length-bucketed"}
     settings = {"model": "text-lstm", "num_workers": 2, "cpus_per_worker": 0.5, "batch_size": 20, "epochs": 8}
     summary, exit_code = fit(
-        Config(dataset="text", data_dir=str(table), lr=0.01, **run, **texts, **settings)  # type: ignore[arg-type]
+        Config(dataset="text", data_dir=str(table), lr=0.01, **run, **texts, **settings)  # type: ignore[arg-type]  # checked by Config
     )
     assert (exit_code, summary.status, summary.samples_seen) == (0, "finished", 8 * 108)
     said = capsys.readouterr().out
