@@ -232,13 +232,13 @@ def why(error: TrainingFailedError) -> str:
     """A failed attempt in a line. One worker's death makes the others fail: the dead are named first."""
     if not isinstance(error, WorkerGroupError):
         cause = error.controller_failure if isinstance(error, ControllerError) else error
-        return f"the workers could not be started: one {_why_a_worker(cause)[0]}"
-    told = {rank: _why_a_worker(failure) for rank, failure in sorted(error.worker_failures.items())}
+        return f"the workers could not be started: one {why_a_worker(cause)[0]}"
+    told = {rank: why_a_worker(failure) for rank, failure in sorted(error.worker_failures.items())}
     deaths = {rank: text for rank, (text, is_death) in told.items() if is_death}
     return "; ".join(f"rank {rank} {text}" for rank, text in (deaths or {r: t for r, (t, _) in told.items()}).items())
 
 
-def _why_a_worker(failure: Exception) -> tuple[str, bool]:
+def why_a_worker(failure: Exception) -> tuple[str, bool]:
     """What happened to a worker, and whether its process died, rather than the training in it."""
     cause = _cause(failure)
     text = str(cause).strip() or type(cause).__name__

@@ -100,10 +100,8 @@ def set_environment() -> None:
 def check_fits(config: Config) -> bool:
     """Whether the workers get GPUs. Raises BadInput if the cluster cannot hold them, now or after scaling up."""
     import ray
-    from ray._private.state import state  # the only place that knows an autoscaler's limits
 
-    have = ray.cluster_resources()
-    limits = state.get_max_resources_from_cluster_config() or {}
+    have, limits = ray.cluster_resources(), autoscaling_limits()
     most = {name: max(have.get(name, 0), limits.get(name, 0)) for name in ("CPU", "GPU")}
     use_gpu = config.device == "cuda" or (config.device == "auto" and most["GPU"] >= config.min_workers)
     if config.sync_batchnorm and not use_gpu:
@@ -113,13 +111,31 @@ def check_fits(config: Config) -> bool:
             f"--device cuda with --num-workers {config.num_workers} needs as many GPUs, "
             f"and the cluster has {most['GPU']:g}: use fewer workers or --device cpu"
         )
-    needed = config.min_workers * config.cpus_per_worker
-    nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    # A worker's CPUs are all on one node.
-    room = sum(int(cpus / config.cpus_per_worker + 1e-9) for cpus in nodes)
-    if needed > most["CPU"] or (not limits and room < config.min_workers):
+    places = room(config, use_gpu=False)
+    if places < config.min_workers:
         raise BadInput(
-            f"--num-workers {config.num_workers} x --cpus-per-worker {config.cpus_per_worker:g} needs {needed:g} CPUs, "
-            f"and the cluster has {most['CPU']:g}, which is room for {room} such workers: lower one of them"
+            f"--num-workers {config.num_workers} x --cpus-per-worker {config.cpus_per_worker:g} needs "
+            f"{config.min_workers * config.cpus_per_worker:g} CPUs, and the cluster has {most['CPU']:g}, "
+            f"which is room for {places} such workers: lower one of them"
         )
     return use_gpu
+
+
+def room(config: Config, use_gpu: bool) -> int:
+    """How many of the run's workers the cluster can hold, now or after scaling up."""
+    import ray
+
+    def workers(have: dict[str, float]) -> int:
+        cpus = int(have.get("CPU", 0) / config.cpus_per_worker + 1e-9)
+        return min(cpus, int(have.get("GPU", 0))) if use_gpu else cpus
+
+    # A worker's CPUs are all on one node.
+    now = sum(workers(node["Resources"]) for node in ray.nodes() if node["Alive"])
+    return max(now, workers(autoscaling_limits()))
+
+
+def autoscaling_limits() -> dict[str, float]:
+    """The most of each resource that the cluster's autoscaler is configured to have; empty without one."""
+    from ray._private.state import state  # the only place that knows them
+
+    return dict(state.get_max_resources_from_cluster_config() or {})

@@ -7,6 +7,7 @@ from typing import Any
 
 from app.config import ALONE, Config
 from app.errors import BadInput
+from app.storage import Storage
 
 
 def load_yaml(path: str) -> dict[str, Any]:
@@ -14,7 +15,7 @@ def load_yaml(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.load(Path(path).read_text(), Loader=yaml_loader())
+        values = yaml.load(_text(path), Loader=yaml_loader())
     except OSError as error:
         raise BadInput(f"--config {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -27,6 +28,16 @@ def load_yaml(path: str) -> dict[str, Any]:
     except BadInput as error:
         raise BadInput(f"--config {path}: {error}") from None
     return {name: getattr(config, name) for name in values}
+
+
+def _text(path: str) -> str:
+    if "://" not in path:
+        return Path(path).read_text()
+    folder, _, name = path.rpartition("/")
+    data = Storage(folder).read(name)
+    if data is None:
+        raise BadInput(f"--config {path}: there is no such file")
+    return data.decode()
 
 
 def yaml_loader() -> Any:

@@ -26,6 +26,7 @@ from app.runs import (
     Summary,
     checkpoint_name,
     checkpoint_storage,
+    forget_if_not_begun,
     open_run,
     remove_leftovers,
     resolved,
@@ -80,6 +81,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
             return done, 0
         for note in cluster.notes:
             display.event(note)
+        forget_if_not_begun(config)
         begin(config, found.tokenizer)
         tracker = start_tracker(config, tracking_uri)
         tracker.begin.remote(parameters(config), tags(config, cluster), to_yaml(config))
@@ -105,7 +107,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
 
 
 def begin(config: Config, tokenizer: str | None) -> None:
-    """Write down what is about to be trained. Before there is a Tracker: what it would find is cleared away."""
+    """Write down what is about to be trained."""
     remove_leftovers(config)
     write_run(Run(config, "running"))
     if tokenizer is not None:
@@ -136,15 +138,19 @@ def close_without_tracker(config: Config, tracking_uri: str | None) -> None:
 
 
 def start_tracker(config: Config, tracking_uri: str | None) -> Any:
-    """The Tracker as an actor on this node, which costs no CPU and comes back if its process dies."""
+    """The run's Tracker as an actor."""
+    root = run_storage(config).root
+    return actor_here(Tracker, str(tracking_directory(root)), root, tracking_uri, config.experiment, config.run_name)
+
+
+def actor_here(actor_class: type, *arguments: Any) -> Any:
+    """On this node, with no CPU of its own; it comes back if its process dies."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "max_restarts": 3, "max_task_retries": 3, "scheduling_strategy": here}
-    root = run_storage(config).root
-    actor = ray.remote(Tracker).options(**options)  # type: ignore[attr-defined]  # ray's stubs
-    return actor.remote(str(tracking_directory(root)), root, tracking_uri, config.experiment, config.run_name)
+    return ray.remote(actor_class).options(**options).remote(*arguments)  # type: ignore[attr-defined]  # ray's stubs
 
 
 def parameters(config: Config) -> dict[str, str]:

@@ -33,6 +33,25 @@ def held(storage: Storage, run_name: str) -> Iterator[None]:
         yield
 
 
+def is_held(storage: Storage) -> bool:
+    """Whether a job has it now; of an object store that takes up to STALE_S to find out."""
+    if storage.local:
+        if not (storage.local / LOCK).exists():
+            return False
+        with open(storage.local / LOCK) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+    found, deadline = storage.read(LOCK), time.monotonic() + STALE_S
+    while found is not None and time.monotonic() < deadline:
+        time.sleep(RENEW_S / 10)
+        if storage.read(LOCK) not in (found, None):
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def _locked(folder: Path, run_name: str, me: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)

@@ -278,16 +278,20 @@ def refuse_changes(old: Config, new: Config) -> None:
 
 
 def remove_leftovers(config: Config) -> None:
-    """Half-written checkpoints of a process that was killed, the records of a run that never began, and
-    Ray Train's list of checkpoints, which is none of ours and keeps Ray from starting when it is damaged."""
+    """Half-written checkpoints of a process that was killed, and Ray Train's list of checkpoints, which is none
+    of ours and keeps Ray from starting when it is damaged."""
     storage = checkpoint_storage(config)
     if RAY_SNAPSHOT in run_storage(config).names(""):
         run_storage(config).delete(RAY_SNAPSHOT)
-    if not checkpoint_names(storage):
+    if storage.local and storage.local.is_dir():
+        for folder in storage.local.glob(".unfinished-*"):
+            shutil.rmtree(folder)
+
+
+def forget_if_not_begun(config: Config) -> None:
+    """Remove the records of a run that has no checkpoint. To be called before there is a Tracker."""
+    if not checkpoint_names(checkpoint_storage(config)):
         root = run_storage(config)
         shutil.rmtree(tracking_directory(root.root), ignore_errors=True)
         for name in {"mlflow.json", TOKENIZER}.intersection(root.names("")):
             root.delete(name)
-    if storage.local and storage.local.is_dir():
-        for folder in storage.local.glob(".unfinished-*"):
-            shutil.rmtree(folder)

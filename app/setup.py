@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from app.checkpoint import Checkpoint, load_checkpoint, load_weights, load_weights_file
+from app.checkpoint import Checkpoint, load_checkpoint
 from app.config import Config, is_weights_file, is_weights_path
 from app.data.augment import build_augment
 from app.data.loader import build_loader
@@ -21,6 +21,7 @@ from app.errors import BadInput
 from app.models.build import build_model, preprocessing
 from app.runs import find_checkpoint
 from app.storage import Storage
+from app.weights import load_weights, load_weights_file
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from typing import Literal, TypedDict
 import numpy as np
 
 from app.deliver import Target, deliver
-from app.spool import SPOOL, Spool, sent_offset
+from app.spool import SPOOL, Spool, read_records, sent_offset
 from app.storage import Storage
 
 BAD_SAMPLES = "bad_samples.txt"
@@ -150,6 +150,15 @@ class Tracker:
         """What the final pictures are drawn from; see pictures.draw()."""
         np.savez_compressed(self._spool.directory / "pictures.npz", **arrays)  # type: ignore[arg-type]  # numpy's hint takes one for allow_pickle
 
+    def validations(self) -> list[Validation]:
+        """All that were recorded, also by an earlier start. What a checkpoint was saved after is among them."""
+        records = (record for record, _ in read_records(self._spool.directory, 0) if record["kind"] == "metrics")
+        return [
+            Validation(step=record["step"], epochs=values.pop("epoch"), metrics=values)
+            for record in records
+            if "epoch" in (values := record["values"])
+        ]
+
     def flush(self) -> None:
         """Returns when every call made before it is in the spool."""
 
@@ -165,6 +174,8 @@ class Tracker:
     # called by the driver
 
     def begin(self, params: dict[str, str], tags: dict[str, str], config_yaml: str) -> None:
+        # A sweep begins a trial again in the same process, where it was stopped or died.
+        self._stop, self._failure, self._failures, self._validations = None, None, 0, []
         self._spool.append("run", params=params, tags=tags)
         self.artifact("config.yaml", config_yaml.encode())
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from app.checkpoint import load_checkpoint, load_weights, load_weights_file
+from app.checkpoint import load_checkpoint
 from app.config import TEXT_DATASETS, TOKENIZERS, WEIGHTS_SUFFIXES, Config, is_weights_file
 from app.config_file import load_yaml
 from app.data.datasets import check_data, load_splits
@@ -16,6 +16,7 @@ from app.models.build import build_model, preprocessing
 from app.runs import find_checkpoint, resolved
 from app.storage import Storage
 from app.user_code import import_own
+from app.weights import load_weights, load_weights_file
 
 
 class Classifier(nn.Module):

@@ -15,7 +15,7 @@ import ray.train
 import ray.train.torch
 import torch
 
-from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint, load_weights
+from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint
 from app.config import Config
 from app.data.datasets import load_splits
 from app.data.loader import Batch
@@ -40,6 +40,7 @@ from app.setup import (
     training_loader,
 )
 from app.storage import Storage
+from app.weights import load_weights
 
 NUM_WORST = 25
 
@@ -173,7 +174,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
                     if not math.isfinite(validation.loss):  # the same number on every rank
                         raise NonFiniteLoss(f"the validation loss is {validation.loss} after step {position.step}")
                     latest = validation.metrics("val")
-                    reporter.metrics(position.step, latest)
+                    reporter.metrics(position.step, {**latest, "epoch": position.step / schedule.steps_per_epoch})
                     improved = position.best.update(position.step, validation.accuracy, validation.loss, epoch_ended)
                 reporter.live(position.step, schedule, now=epoch_ended)
 

@@ -100,6 +100,7 @@ def test_defaults_are_valid_and_survive_yaml(tmp_path: Path) -> None:
     config = Config(run_name="x", lr=0.25, max_steps=7)
     (tmp_path / "c.yaml").write_text(to_yaml(config))
     assert Config(**load_yaml(str(tmp_path / "c.yaml"))) == config
+    assert Config(**load_yaml(f"file://{tmp_path}/c.yaml")) == config
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,8 @@ def test_a_yaml_is_completed_by_flags(tmp_path: Path) -> None:
 def test_a_missing_yaml_is_named() -> None:
     with pytest.raises(BadInput, match=r"--config /no/such\.yaml: No such file"):
         load_yaml("/no/such.yaml")
+    with pytest.raises(BadInput, match=r"--config file:///no/such\.yaml: there is no such file"):
+        load_yaml("file:///no/such.yaml")
 
 
 def test_where_it_runs_does_not_change_the_result_and_what_it_learns_does() -> None:

@@ -10,16 +10,18 @@ import pytest
 from app import evaluate, train
 from app.config import Config, flag
 from tests.common import DOCS, write_examples
+from tests.tune.test_space import space_of
+from tune import sweep
 
 ROOT = DOCS.parent
-PAGES = ("from-ddp.md", "your-own.md")
+PAGES = ("from-ddp.md", "sweeps.md", "your-own.md")
 FROM_DDP = (DOCS / "from-ddp.md").read_text()
 FLAGS = {
     word
-    for command in (Config, train.Command, evaluate.Command)
+    for command in (Config, train.Command, evaluate.Command, sweep.Command)
     for name in command.model_fields
     for word in (flag(name), flag(f"no_{name}"))
-}
+} | {"--register"}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -41,6 +43,11 @@ def test_every_row_of_the_way_over_names_tests_and_these_exist() -> None:
         assert len(tests) == row[2].count("::") > 0
         for file, name in tests:
             assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), f"{file}::{name}"
+
+
+def test_the_example_of_a_space_is_one(tmp_path: Path) -> None:
+    text = re.findall(r"```yaml\n(.*?)```", (DOCS / "sweeps.md").read_text(), re.S)[0]
+    assert len(space_of(tmp_path, text).dimensions) == 5
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -13,6 +13,7 @@ from app.runs import (
     Summary,
     checkpoint_names,
     checkpoint_storage,
+    forget_if_not_begun,
     open_run,
     read_run,
     remove_leftovers,
@@ -57,7 +58,7 @@ def test_a_run_that_was_refused_before_its_first_checkpoint_leaves_its_name_free
     store_tokenizer(config, "{}")
     other = changed(config, lr=0.5)
     assert open_run(other) == Run(other, "running")
-    remove_leftovers(other)
+    forget_if_not_begun(other)
     assert sorted(path.name for path in root.iterdir()) == ["checkpoints", "run.json"]
 
 

@@ -38,6 +38,18 @@ def test_an_optimizers_state_follows_the_layout_of_the_weights(saved_in_channels
     torch.testing.assert_close(same.weight, other.weight, rtol=1e-4, atol=1e-5)
 
 
+def test_an_optimizer_goes_on_with_its_own_settings() -> None:
+    """A sweep that goes on from another trial's checkpoint has changed them."""
+    weight = nn.Parameter(torch.ones(3))
+    before = build_optimizer(Config(optimizer="sgd", momentum=0.9, weight_decay=0.1), [weight])
+    weight.grad = torch.ones(3)
+    before.step()
+    after = build_optimizer(Config(optimizer="sgd", momentum=0.5, weight_decay=0.0), [weight])
+    load_optimizer(after, copy.deepcopy(before.state_dict()))
+    assert (after.param_groups[0]["momentum"], after.param_groups[0]["weight_decay"]) == (0.5, 0.0)
+    torch.testing.assert_close(after.state[weight]["momentum_buffer"], before.state[weight]["momentum_buffer"])
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()

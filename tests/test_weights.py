@@ -1,6 +1,7 @@
 """Weights from elsewhere: files, checkpoints and runs, to start from and to measure."""
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from app.checkpoint import load_weights, load_weights_file
 from app.config import Config
 from app.config_file import to_yaml
 from app.data.datasets import check_data, load_splits
@@ -21,13 +21,70 @@ from app.evaluate import main as evaluate
 from app.runs import find_checkpoint, resolved
 from app.setup import build_network
 from app.trained import load_trained
+from app.weights import load_weights, load_weights_file
 from tests.common import PlainNet, tiny_splits
-from tests.test_checkpoint import Canary
 from tests.test_evaluate import TINY, last_line, trained_run
 
 
 def same(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
     return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+class Canary:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_malicious_pickle_is_rejected_and_not_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps(Canary(canary), protocol=2))
+    torch.save({"weight": Canary(canary)}, tmp_path / "evil2.pt")
+    for name in ("evil.pt", "evil2.pt"):
+        with pytest.raises(BadInput, match=f"{name} is no file of plain tensors"):
+            load_weights_file(str(tmp_path / name), str(tmp_path / name))
+    assert not canary.exists()
+
+
+def test_weights_files(tmp_path: Path) -> None:
+    weights = PlainNet().state_dict()
+    torch.save(weights, tmp_path / "w.pt")
+    save_file(weights, tmp_path / "w.safetensors")
+    for name in ("w.pt", "w.safetensors"):
+        found = load_weights_file(str(tmp_path / name), str(tmp_path / name))
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+    with pytest.raises(BadInput, match="no such file"):
+        load_weights_file(str(tmp_path / "none.pt"), str(tmp_path / "none.pt"))
+    (tmp_path / "text.safetensors").write_text("hello")
+    with pytest.raises(BadInput, match="no file of plain tensors"):
+        load_weights_file(str(tmp_path / "text.safetensors"), str(tmp_path / "text.safetensors"))
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "text.pt").write_text("hello")
+    for name in ("empty.pt", "text.pt"):
+        with pytest.raises(BadInput, match=f"{name} is no file of plain tensors"):
+            load_weights_file(str(tmp_path / name), str(tmp_path / name))
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(BadInput, match="must hold a state dict"):
+        load_weights_file(str(tmp_path / "list.pt"), str(tmp_path / "list.pt"))
+
+
+def test_another_architecture_is_refused_with_keys_and_shapes() -> None:
+    weights = PlainNet(num_classes=5).state_dict()
+    weights["extra"] = torch.zeros(2)
+    del weights["conv.bias"]
+    with pytest.raises(BadInput) as error:
+        load_weights(PlainNet(), weights, "w.pt")
+    for line in (
+        "w.pt is of another architecture",
+        "conv.bias (8,) is missing",
+        "extra (2,) is not in the model",
+        "fc.weight is (5, 288), the model has (4, 288)",
+    ):
+        assert line in str(error.value)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from app.runs import checkpoint_name, checkpoint_names
+from app.runs import checkpoint_name, checkpoint_names, tracking_directory
 from app.spool import SPOOL, Spool, read_records
 from app.storage import Storage
 from app.tracking import Validation
@@ -53,6 +53,10 @@ def best_checkpoint(root: str, trial: Trial) -> str | None:
     names = checkpoint_names(storage)
     best = checkpoint_name(trial.best["step"]) if trial.best else None
     return storage.uri(best if best in names else names[-1]) if best is not None and names else None
+
+
+def ledger_directory(storage: Storage) -> Path:
+    return tracking_directory(storage.root) / "trials"
 
 
 def trial_name(number: int) -> str:
@@ -113,6 +117,9 @@ def _take(trials: dict[int, Trial], record: dict[str, Any]) -> None:
     elif record["kind"] == "exploit":
         trial.settings = record["settings"]
         trial.exploits.append(record["donor"])
+        # From here on its weights are the donor's, and so are the measurements up to here.
+        donors = trials[record["donor"]["donor"]].validations
+        trial.validations = [each for each in donors if each["step"] <= record["donor"]["step"]]
     else:
         assert record["kind"] == "end"
         trial.status, trial.error = record["status"], record["error"]

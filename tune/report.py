@@ -3,9 +3,10 @@
 import io
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from app.config import Config
 from app.progress import console
 from tune.ledger import METRICS, Trial, ranked
 from tune.space import Value
@@ -48,6 +49,18 @@ def print_ranking(sweep_name: str, trials: dict[int, Trial], metric: str, most: 
 def counts(trials: dict[int, Trial]) -> dict[str, int]:
     found = Counter(trial.status for trial in trials.values())
     return {status: found[status] for status in STATUSES}
+
+
+def share_saved(trials: Iterable[Trial], base: Config) -> float:
+    """Of the steps of running each trial to its end, those that were saved by giving trials up; 0 to 1."""
+    made = full = 0.0
+    for trial in trials:
+        if trial.status in ("finished", "stopped") and trial.validations:
+            last = trial.validations[-1]
+            to_its_end = last["step"] / last["epochs"] * base.epochs
+            made += trial.steps
+            full += trial.steps if trial.status == "finished" else min(to_its_end, base.max_steps or math.inf)
+    return 1 - made / full if full else 0.0
 
 
 def draw(trials: dict[int, Trial], metric: str, names: Sequence[str]) -> dict[str, bytes]:

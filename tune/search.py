@@ -8,31 +8,9 @@ import numpy as np
 from ray.tune.search import Searcher
 
 from app.config import Config
-from app.errors import BadInput
+from app.interrupt import Interrupt
 from tune.ledger import ENDED, METRICS, Trial
-from tune.space import Chance, Dimension, Space, Value
-
-
-def planned(space: Space, base: Config, search: str, num_trials: int) -> list[dict[str, Value]]:
-    """The settings of each trial of a grid or of chance, a function of the space and the seed alone.
-
-    A grid has each of its points once, for chance num_trials times. Raises BadInput for settings that do
-    not fit together.
-    """
-    points = list(space.points(of_all_lists=search == "grid"))
-    repeats = 1 if search == "grid" else num_trials
-    found = []
-    for number in range(len(points) * repeats):
-        chance = Chance(np.random.default_rng([base.seed, number]))
-        found.append(space.sample(base, chance, points[number % len(points)]))
-    if search == "grid":  # points that differ only where a `when` leaves them out are one
-        found = list({repr(settings): settings for settings in found}.values())
-    for number, settings in enumerate(found):
-        try:
-            Config(**{**base.model_dump(), **settings})
-        except BadInput as error:
-            raise BadInput(f"--space {space.path}: trial {number} would have {settings}: {error}") from None
-    return found
+from tune.space import Dimension, Space, Value
 
 
 class Source(Protocol):
@@ -54,20 +32,19 @@ class Planned:
 
 
 class Optuna:
-    """Tree-structured Parzen estimators (Bergstra et al. 2011), seeded; known trials are learnt from first."""
+    """Tree-structured Parzen estimators (Bergstra et al. 2011).
+
+    What is suggested for a trial is a function of the seed, its number and what was told before: a study
+    that knows the trials of an earlier one goes on as that would have.
+    """
 
     def __init__(self, space: Space, base: Config, metric: str, known: Iterable[Trial]):
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-        known = list(known)
-        # The same seed again would begin with the same suggestions again.
-        seed = int(np.random.default_rng([base.seed, len(known)]).integers(2**31))
-        # constant_liar: trials that run at the same time are not suggested the same.
-        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         direction = "maximize" if METRICS[metric] == "max" else "minimize"
-        self._study = optuna.create_study(sampler=sampler, direction=direction)
+        self._study = optuna.create_study(direction=direction)
         self._space, self._base, self._metric = space, base, metric
         self._asked: dict[int, Any] = {}
         for trial in known:
@@ -77,6 +54,11 @@ class Optuna:
                 self.tell(trial)
 
     def settings(self, number: int) -> dict[str, Value]:
+        from optuna.samplers import TPESampler
+
+        seed = int(np.random.default_rng([self._base.seed, number]).integers(2**31))
+        # constant_liar: trials that run at the same time are not suggested the same.
+        self._study.sampler = TPESampler(seed=seed, constant_liar=True)
         trial = self._study.ask()
         self._asked[number] = trial
         return self._space.sample(self._base, Asking(trial))
@@ -100,12 +82,11 @@ class Asking:
         self._trial = trial
 
     def number(self, dimension: Dimension) -> float | int:
+        name, low, high, log = dimension.name, dimension.low, dimension.high, dimension.is_log
         if dimension.is_integer:
-            value = self._trial.suggest_int(
-                dimension.name, int(dimension.low), int(dimension.high), log=dimension.is_log
-            )
-        else:
-            value = self._trial.suggest_float(dimension.name, dimension.low, dimension.high, log=dimension.is_log)
+            value = self._trial.suggest_int(name, int(low), int(high), step=int(dimension.quantum or 1), log=log)
+        else:  # Optuna has no quantum for logarithms
+            value = self._trial.suggest_float(name, low, high, step=None if log else dimension.quantum, log=log)
         return dimension.fitted(value)
 
     def choice(self, dimension: Dimension) -> Value:
@@ -115,9 +96,9 @@ class Asking:
 class Proposals(Searcher):
     """Ray Tune's view of a source. Trials that are known keep their settings."""
 
-    def __init__(self, source: Source, count: int, trials: dict[int, Trial]):
+    def __init__(self, source: Source, count: int, trials: dict[int, Trial], interrupt: Interrupt):
         super().__init__()
-        self._source, self._count, self._trials = source, count, trials
+        self._source, self._count, self._trials, self._interrupt = source, count, trials, interrupt
         self._numbers: dict[str, int] = {}
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict, **spec: Any) -> bool:
@@ -125,7 +106,7 @@ class Proposals(Searcher):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | str | None:  # type: ignore[override]  # Ray's hint has no FINISHED
         number = len(self._numbers)
-        if number == self._count:
+        if number == self._count or self._interrupt.count:
             return Searcher.FINISHED
         self._numbers[trial_id] = number
         known = self._trials.get(number)

@@ -123,6 +123,28 @@ class Space:
         return found
 
 
+def planned(space: Space, base: Config, search: str, num_trials: int) -> list[dict[str, Value]]:
+    """The settings of each trial of a grid or of chance, a function of the space and the seed alone.
+
+    A grid has each of its points once, for chance num_trials times. Raises BadInput for settings that do
+    not fit together.
+    """
+    points = list(space.points(of_all_lists=search == "grid"))
+    repeats = 1 if search == "grid" else num_trials
+    found = []
+    for number in range(len(points) * repeats):
+        chance = Chance(np.random.default_rng([base.seed, number]))
+        found.append(space.sample(base, chance, points[number % len(points)]))
+    if search == "grid":  # points that differ only where a `when` leaves them out are one
+        found = list({repr(settings): settings for settings in found}.values())
+    for number, settings in enumerate(found):
+        try:
+            Config(**{**base.model_dump(), **settings})
+        except BadInput as error:
+            raise BadInput(f"--space {space.path}: trial {number} would have {settings}: {error}") from None
+    return found
+
+
 def read_space(path: str, base: Config) -> Space:
     """Raises BadInput that names the line."""
     import yaml
@@ -145,8 +167,8 @@ def read_space(path: str, base: Config) -> Space:
             if name in dimensions:
                 raise BadInput(f"{name} is given twice")
             dimensions[name] = _dimension(name, content, line, base)
-        except (BadInput, yaml.YAMLError) as error:
-            raise BadInput(f"--space {path}, line {line}: {error}") from None
+        except (BadInput, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise BadInput(f"--space {path}, line {line}: {str(error).splitlines()[0]}") from None
     for dimension in dimensions.values():
         _check_when(path, dimension, dimensions, base)
     return Space(path, tuple(_in_order(path, dimensions)), text)
@@ -192,6 +214,8 @@ def _range(name: str, kind: str, given: list[Any], line: int, when: dict[str, tu
         raise BadInput(f"{name}: {kind} {given}: a logarithm needs a low end above 0")
     if quantum is not None and not 0 < quantum <= high - low:
         raise BadInput(f"{name}: {kind} {given}: the quantum must be above 0, and at most {high - low:g}")
+    if quantum is not None and any(abs(end / quantum - round(end / quantum)) > 1e-9 for end in (low, high)):
+        raise BadInput(f"{name}: {kind} {given}: both ends must be multiples of the quantum")
     dimension = Dimension(name, kind, line, low=low, high=high, quantum=quantum, when=when)
     if dimension.is_integer and any(number != int(number) for number in numbers):
         raise BadInput(f"{name}: {kind} {given} must be integers")
@@ -223,7 +247,7 @@ def _check_when(path: str, dimension: Dimension, dimensions: dict[str, Dimension
     """A condition that never holds is a mistake."""
     for name, values in dimension.when.items():
         other = dimensions.get(name)
-        if other is None:
+        if other is None or (other.when and getattr(base, name) in values):
             possible = getattr(base, name) in values
         elif other.is_list:
             possible = any(value in other.values for value in values)

@@ -6,15 +6,16 @@ from typing import Annotated, Any, Literal
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.config import Config, flag
+from app.config import Config, effect_of, flag
 from app.errors import BadInput
 from app.runs import SWEEP, read_run, refuse_changes, run_storage
 from app.storage import Storage
-from tune.ledger import METRICS
+from tune.ledger import METRICS, Trial, ledger_directory, trial_name
 from tune.space import Space
 
 # What may change while training goes on: it decides neither the network nor the order of the samples.
 MUTABLE = ("lr", "weight_decay", "momentum", "label_smoothing", "grad_clip", "mixup", "cutmix", "dropout", "augment")
+DEFAULT_TRIALS = 10
 # Options that may differ when a sweep is gone on with.
 FREE = ("max_concurrent", "register_as", "num_trials")
 
@@ -91,7 +92,7 @@ def _check_population(options: Options, space: Space, base: Config) -> None:
         raise BadInput("--scheduler pbt changes settings by chance as it goes: use --search random, and no grid")
     if options.max_concurrent is not None:
         raise BadInput(f"--max-concurrent {options.max_concurrent}: --scheduler pbt takes turns; leave it out")
-    if (options.num_trials or 10) < 2:
+    if (options.num_trials or DEFAULT_TRIALS) < 2:
         raise BadInput("--num-trials: --scheduler pbt needs two or more trials, which learn from one another")
     if base.checkpoint_every is not None:
         raise BadInput("--checkpoint-every: --scheduler pbt hands on the checkpoint of each validation; leave it out")
@@ -118,16 +119,38 @@ def open_sweep(options: Options, space: Space, base: Config) -> None:
             for name in Options.model_fields
             if name not in FREE and getattr(before, name) != getattr(options, name)
         ]
+        lines += [
+            f"  {flag(name)}: it has {getattr(known['config'], name)}, you gave {getattr(base, name)} "
+            "(trials that have ended would be compared with longer ones)"
+            for name in Config.model_fields
+            if effect_of(name) == "length" and getattr(known["config"], name) != getattr(base, name)
+        ]
         if known["space"] != space.text:
             lines.append(f"  --space: {space.path} has changed since")
-        if (before.num_trials or 10) > (options.num_trials or 10):
-            lines.append(f"  --num-trials: it has {before.num_trials or 10}, and they can only become more")
+        if (before.num_trials or DEFAULT_TRIALS) > (options.num_trials or DEFAULT_TRIALS):
+            lines.append(f"  --num-trials: it has {before.num_trials or DEFAULT_TRIALS}, and they can only become more")
         if lines:
             raise BadInput(
                 f"--sweep-name {base.run_name} exists, and is another sweep:\n" + "\n".join(lines) + "\n"
                 "Give what it has to go on with it, or another --sweep-name"
             )
-    storage.write(SWEEP, json.dumps(content, indent=1).encode())
+    content["registered"] = known["registered"] if known is not None else None
+    storage.write(SWEEP, json.dumps(content | {"status": "running"}, indent=1).encode())
+
+
+def refuse_lost_records(storage: Storage, trials: dict[int, Trial], name: str) -> None:
+    """The ledger of a sweep in an object store lies where it was started. Raises BadInput if it is elsewhere."""
+    if not trials and any(trial_name(number) in storage.names("") for number in range(DEFAULT_TRIALS)):
+        raise BadInput(
+            f"--sweep-name {name}: {storage.root} has trials, and {ledger_directory(storage)} has no record of them; "
+            "start it where it was started before, or choose another name"
+        )
+
+
+def end_sweep(storage: Storage, status: str, registered: list[str] | None) -> None:
+    """Write down how it ended, and the checkpoint and the name that a model was last registered from and by."""
+    content = json.loads(storage.read(SWEEP) or b"{}")
+    storage.write(SWEEP, json.dumps(content | {"status": status, "registered": registered}, indent=1).encode())
 
 
 def read_sweep(storage: Storage) -> dict[str, Any] | None:
@@ -141,6 +164,8 @@ def read_sweep(storage: Storage) -> dict[str, Any] | None:
             "options": Options(**content["options"]),
             "config": Config(**content["config"]),
             "space": content["space"],
+            "status": content["status"],
+            "registered": content["registered"],
         }
     except (ValueError, KeyError, TypeError, BadInput) as error:
         raise BadInput(f"{storage.uri(SWEEP)} cannot be used ({error}); restore it, or start afresh") from None

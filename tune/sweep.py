@@ -5,35 +5,41 @@ stdout is one JSON object. The same command goes on with a sweep that was interr
 """
 
 import contextlib
+import importlib
 import json
 import os
 import secrets
+import shlex
 import shutil
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pydantic import Field
 
 from app.cli import parse_config, run_main
 from app.cluster import Cluster, connected, set_environment
-from app.config import Config
+from app.config import Config, flag
 from app.config_file import to_yaml
 from app.data.datasets import check_data
 from app.deliver import without_credentials
-from app.errors import BadInput
+from app.errors import BadInput, TrainingFailed
 from app.interrupt import Interrupt
-from app.lock import held
+from app.lock import held, is_held
 from app.progress import Display
 from app.runs import SWEEP, absolute, resolved, run_storage, tracking_directory
 from app.storage import Storage
 from app.user_code import import_own
-from tune.ledger import Ledger, Trial, best_checkpoint, ranked, read_trials
-from tune.report import counts, draw, print_ranking
-from tune.space import Space, read_space
-from tune.spec import Options, check_options, open_sweep, read_sweep
+from tune.ledger import Ledger, Trial, best_checkpoint, ledger_directory, ranked, read_trials
+from tune.report import counts, draw, print_ranking, share_saved
+from tune.space import Space, Value, planned, read_space
+from tune.spec import DEFAULT_TRIALS, Options, check_options, end_sweep, open_sweep, read_sweep, refuse_lost_records
 
-BEST = "best.yaml"
+BEST, OF_THE_BEST = "best.yaml", "-best"
+# Flags of a run that a sweep has in another form.
+INSTEAD = {"run_name": "--sweep-name", "num_workers": "--workers-per-trial"}
 
 
 class Command(Options):
@@ -56,23 +62,36 @@ def main(argv: Sequence[str]) -> int:
         return show(command.show, config.output_dir)
     if command.space is None:
         raise BadInput("--space FILE.yaml is missing: it says which settings vary, such as configs/spaces/digits.yaml")
-    for name, instead in (("run_name", "--sweep-name"), ("num_workers", "--workers-per-trial")):
+    for name, instead in INSTEAD.items():
         if getattr(config, name) != Config.model_fields[name].default:
-            raise BadInput(f"--{name.replace('_', '-')} is each trial's own: use {instead}")
+            raise BadInput(f"{flag(name)} is each trial's own: use {instead}")
     name = command.sweep_name or f"sweep-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    base = resolved(Config(**config.model_dump() | {"run_name": name, "num_workers": command.workers_per_trial}))
     options = Options(**{field: getattr(command, field) for field in Options.model_fields})
-    space = read_space(command.space, base)
-    check_options(options, space, base)
-    return sweep(options, space, base, command.verbose)
+    try:
+        base = resolved(Config(**config.model_dump() | {"run_name": name, "num_workers": command.workers_per_trial}))
+        Config(run_name=f"{name}{OF_THE_BEST}")  # is to be a name too
+        space = read_space(command.space, base)
+        check_options(options, space, base)
+        return sweep(options, space, base, command.verbose)
+    except BadInput as error:  # a run's flag, where the person has given the sweep's
+        text = str(error)
+        for name, instead in INSTEAD.items():
+            text = text.replace(flag(name), instead)
+        raise BadInput(text) from error
 
 
 def sweep(options: Options, space: Space, base: Config, verbose: bool = False) -> int:
-    """Try out, or go on with, the sweep that base names. Returns the exit code."""
+    """Try out, or go on with, the sweep that base names. Returns the exit code.
+
+    Raises TrainingFailed, after telling what is known, if Ray Tune gave up.
+    """
     display = Display()
     uri = None if base.tracking_uri == "none" else base.tracking_uri
     base = base.model_copy(update={"tracking_uri": without_credentials(base.tracking_uri or "")})
     storage = run_storage(base)
+    settings = None
+    if options.search != "optuna":
+        settings = planned(space, base, options.search, options.num_trials or DEFAULT_TRIALS)
     import_own(base)
     for note in check_data(base).notes:
         display.event(note)
@@ -81,6 +100,8 @@ def sweep(options: Options, space: Space, base: Config, verbose: bool = False) -
 
     set_tune_environment()
     set_environment()
+    # It takes seconds to import: beside Ray's start, not after it.
+    threading.Thread(target=importlib.import_module, args=("tune.drive",), daemon=True).start()
     with (
         held(storage, str(base.run_name)),
         Interrupt() as interrupt,
@@ -88,43 +109,53 @@ def sweep(options: Options, space: Space, base: Config, verbose: bool = False) -
         connected(base, verbose) as cluster,
     ):
         interrupt.listen()
-        open_sweep(options, space, base)
-        with contextlib.closing(Ledger(tracking_directory(storage.root) / "trials")) as ledger:
-            status, run_id = try_out(options, space, base, uri, cluster, ledger, display, interrupt)
-    report(options.metric, base, ledger.trials, status, run_id)
-    return 128 + interrupt.signal if interrupt.count else 0
+        from tune.room import at_once
+
+        most = at_once(base, cluster.use_gpu, options.max_concurrent)
+        with contextlib.closing(Ledger(ledger_directory(storage))) as ledger:
+            refuse_lost_records(storage, ledger.trials, str(base.run_name))
+            open_sweep(options, space, base)
+            ended = try_out(options, space, base, settings, most, uri, cluster, ledger, display, interrupt)
+    report(options.metric, base, ledger.trials, ended.status, ended.run_id)
+    if ended.error is not None:
+        raise TrainingFailed(ended.error)
+    return 128 + interrupt.signal if ended.status == "killed" else 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a sweep ended; run_id is MLflow's."""
+
+    status: Literal["finished", "killed", "failed"]
+    error: str | None
+    run_id: str | None
 
 
 def try_out(
     options: Options,
     space: Space,
     base: Config,
+    settings: list[dict[str, Value]] | None,
+    most: int,
     uri: str | None,
     cluster: Cluster,
     ledger: Ledger,
     display: Display,
     interrupt: Interrupt,
-) -> tuple[str, str | None]:
-    """The trials from the first to the last, and what is written of them. Returns how it ended, and MLflow's run."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+) -> Ended:
+    """The trials from the first to the last, `most` at once, and what is written of them.
 
-    from app.fit import MLFLOW_STATUS, parameters, tags, wait_for_delivery
+    settings: each trial's, where they are known beforehand.
+    """
+    from app.fit import MLFLOW_STATUS, actor_here, parameters, tags, wait_for_delivery
     from tune.drive import TUNE_FILES, conduct
-    from tune.search import Optuna, Planned, planned
+    from tune.search import Optuna, Planned
     from tune.tracker import PARENT, SweepTracker, TrackerOf
     from tune.trial import Task
 
-    storage = run_storage(base)
-    if options.search == "optuna":
-        count = options.num_trials or 10
-        source: Any = Optuna(space, base, options.metric, ledger.trials.values())
-    else:
-        settings = planned(space, base, options.search, options.num_trials or 10)
-        source, count = Planned(settings), len(settings)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor_options = {"num_cpus": 0, "max_restarts": 3, "max_task_retries": 3, "scheduling_strategy": here}
-    actor = ray.remote(SweepTracker).options(**actor_options).remote(storage.root, uri, base.experiment, base.run_name)  # type: ignore[attr-defined]  # ray's stubs
+    storage, error = run_storage(base), None
+    directory = str(tracking_directory(storage.root))
+    actor = actor_here(SweepTracker, directory, storage.root, uri, base.experiment, base.run_name)
     parent = TrackerOf(actor, PARENT)
     described = {name: str(value) for name, value in options.model_dump().items()}
     parent.begin.remote(parameters(base) | described, tags(base, cluster) | {"sweep": "parent"}, to_yaml(base))
@@ -133,25 +164,37 @@ def try_out(
     task = Task(base.model_dump(), storage.root, actor, cluster, options.scheduler == "pbt", dict(ledger.trials))
     if storage.local:
         shutil.rmtree(storage.local / TUNE_FILES, ignore_errors=True)  # Ray Tune's notes of an earlier start
-    conduct(options, space, source, count, task, ledger, display, interrupt)
+    if settings is None:
+        source: Any = Optuna(space, base, options.metric, ledger.trials.values())
+        count = options.num_trials or DEFAULT_TRIALS
+    else:
+        source, count = Planned(settings), len(settings)
+    try:
+        conduct(options, space, source, count, most, task, ledger, display, interrupt)
+    except TrainingFailed as failure:
+        error = str(failure)
+    status = "failed" if error else "killed" if interrupt.count else "finished"
 
     names = [dimension.name for dimension in space.dimensions]
     for file, content in draw(ledger.trials, options.metric, names).items():
         parent.artifact.remote(file, content)
-    status = "killed" if interrupt.count else "finished"
+    known = read_sweep(storage)
+    registered = known["registered"] if known is not None else None
     if (best := best_config(base, ledger.trials, options.metric)) is not None:
         content = to_yaml(best).encode()
         storage.write(BEST, content)
         parent.artifact.remote(BEST, content)
         first = ranked(ledger.trials, options.metric)[0]
         checkpoint = best_checkpoint(storage.root, first)
-        if status == "finished" and checkpoint is not None:
+        if status == "finished" and checkpoint is not None and registered != [checkpoint, options.register_as]:
             tracker = TrackerOf(actor, first.name)
             tracker.model.remote(checkpoint, options.register_as)
             tracker.finish.remote(MLFLOW_STATUS[first.status], None)  # which MLflow takes for finished
-    parent.finish.remote("KILLED" if interrupt.count else "FINISHED", None)
+            registered = [checkpoint, options.register_as]
+    end_sweep(storage, status, registered)
+    parent.finish.remote(MLFLOW_STATUS[status], None)
     state = wait_for_delivery(actor, storage.root, display, interrupt)
-    return status, state.run_id
+    return Ended(status, error, state.run_id)
 
 
 def best_config(base: Config, trials: dict[int, Trial], metric: str) -> Config | None:
@@ -159,7 +202,7 @@ def best_config(base: Config, trials: dict[int, Trial], metric: str) -> Config |
     order = ranked(trials, metric)
     if not order or order[0].best is None:
         return None
-    return Config(**{**base.model_dump(), **order[0].settings, "run_name": f"{base.run_name}-best"})
+    return Config(**{**base.model_dump(), **order[0].settings, "run_name": f"{base.run_name}{OF_THE_BEST}"})
 
 
 def report(metric: str, base: Config, trials: dict[int, Trial], status: str, run_id: str | None) -> None:
@@ -169,8 +212,12 @@ def report(metric: str, base: Config, trials: dict[int, Trial], status: str, run
     print_ranking(str(base.run_name), trials, metric)
     best, root = best_config(base, trials, metric), run_storage(base).root
     first = ranked(trials, metric)[0] if best is not None else None
+    saved = share_saved(trials.values(), base)
+    if saved:
+        console().print(f"steps saved by giving trials up: {saved:.1%} of those of running each to its end")
     if best is not None:
-        console().print(f"train the best in full: python -m app.train --config {root}/{BEST}", markup=False)
+        file = shlex.quote(f"{root}/{BEST}")
+        console().print(f"train the best in full: python -m app.train --config {file}", markup=False, soft_wrap=True)
     content = {
         "sweep_name": base.run_name,
         "run_id": run_id,
@@ -182,6 +229,7 @@ def report(metric: str, base: Config, trials: dict[int, Trial], status: str, run
         "checkpoint": None if first is None else best_checkpoint(root, first),
         "counts": counts(trials),
         "steps": sum(trial.steps for trial in trials.values()),
+        "steps_saved": saved,
     }
     print(json.dumps(content, allow_nan=False), flush=True)
 
@@ -193,10 +241,9 @@ def show(name: str, output_dir: str) -> int:
     if known is None:
         raise BadInput(f"--show {name}: {storage.root} is no sweep's folder (no {SWEEP} in it)")
     base, options = known["config"], known["options"]
-    trials = read_trials(tracking_directory(storage.root) / "trials")
+    trials = read_trials(ledger_directory(storage))
     noted = json.loads(storage.read("mlflow.json") or b"{}")
-    running = any(trial.status == "running" for trial in trials.values())
-    status = "running" if running else "killed" if counts(trials)["killed"] else "finished"
+    status = "killed" if known["status"] == "running" and not is_held(storage) else known["status"]
     report(options.metric, base, trials, status, noted.get("run_id"))
     return 0
 

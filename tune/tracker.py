@@ -1,9 +1,10 @@
 """One Tracker for a sweep: the parent's record and each trial's, written to MLflow by one process."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from app.runs import tracking_directory
+from app.spool import SPOOL, sent_offset
 from app.tracking import DeliveryState, Tracker
 
 PARENT = ""
@@ -12,11 +13,14 @@ PARENT = ""
 class SweepTracker:
     """An actor that is the Tracker of many runs: the sweep's, called PARENT, and its trials'."""
 
-    def __init__(self, root: str, tracking_uri: str | None, experiment: str, sweep_name: str):
+    def __init__(self, directory: str, root: str, tracking_uri: str | None, experiment: str, sweep_name: str):
         self._root, self._uri, self._experiment = root, tracking_uri, experiment
-        self._directory = tracking_directory(root)
-        self._parent = Tracker(str(self._directory), root, tracking_uri, experiment, sweep_name)
+        self._directory = Path(directory)
+        self._parent = Tracker(directory, root, tracking_uri, experiment, sweep_name)
         self._trials: dict[str, Tracker] = {}
+        for spool in self._directory.parent.glob(f"*/{self._directory.name}/{SPOOL}"):
+            if tracking_uri is not None and sent_offset(spool.parent) < spool.stat().st_size:
+                self._of(spool.parent.parent.name)  # an earlier start could not deliver all of it
 
     def call(self, run: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """A method of the run's Tracker. Pictures are not drawn for each trial: they would cost more than it."""

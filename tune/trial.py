@@ -87,7 +87,8 @@ class SweepTrial(tune.Trainable):
 
     def step(self) -> dict[str, Any]:
         try:
-            event = self._next()
+            # Where it now stands is said before it goes on, so that it is known if it dies on the way.
+            event = self._latest if self._exploited is not None else self._next()
         except (BadInput, TrainingFailed) as error:
             event = Outcome("failed", error=plain_message(error))
         outcome = None
@@ -98,7 +99,7 @@ class SweepTrial(tune.Trainable):
                 "seconds": time.perf_counter() - self._began,
                 "train_seconds": event.train_seconds,
             }
-        else:
+        elif event is not None:
             self._latest = event
         result: dict[str, Any] = {"number": self._number, "outcome": outcome, "done": outcome is not None}
         if self._latest is not None:
@@ -107,10 +108,10 @@ class SweepTrial(tune.Trainable):
         return result
 
     def _next(self) -> Validation | Outcome:
-        """What an earlier command has seen comes first, so that the scheduler knows it too."""
+        """What an earlier command or process has seen comes first, so that the scheduler knows it too."""
         past = self._task.past.get(self._number)
         if self._known is None:
-            self._known = [] if past is None else self._seen_before(past)
+            self._known = self._seen_before(past)
         if self._known:
             return self._known.pop(0)
         if past is not None and past.status in ENDED:
@@ -131,18 +132,26 @@ class SweepTrial(tune.Trainable):
     def _config(self) -> Config:
         return self._task.config(self._number, self._settings)
 
-    def _seen_before(self, past: Trial) -> list[Validation]:
+    def _seen_before(self, past: Trial | None) -> list[Validation]:
         """Raises BadInput for a trial that had begun and has nothing to go on from."""
-        if past.status in ENDED:
-            return list(past.validations)
-        storage = checkpoint_storage(self._config)
+        if past is not None and past.status in ENDED:
+            # Of a population's others it would be taken for one that is still to be changed.
+            return [] if self._task.mutates else list(past.validations)
+        storage, seen = checkpoint_storage(self._config), past.validations if past is not None else []
+        begun = bool(checkpoint_names(storage))
+        if begun and not self._task.mutates:
+            # More may be recorded than the ledger has: the command, or this process, died before it knew.
+            seen = ray.get(self._tracker.validations.remote()) or seen  # type: ignore[assignment]  # ray's stubs
+        if not begun and not seen:
+            return []
         good = find_good(storage, warn=print)
-        if past.validations and good is None:
+        if good is None:
+            step = seen[-1]["step"] if seen else 0
             raise BadInput(
-                f"it had come to step {past.steps}, and {storage.root} has no good checkpoint any more to go on from; "
+                f"it had come to step {step}, and {storage.root} has no good checkpoint any more to go on from; "
                 "it is not started from the beginning under the same name"
             )
-        known = [each for each in past.validations if good is not None and each["step"] <= step_of(good)]
+        known = [each for each in seen if each["step"] <= step_of(good)]
         if self._task.mutates:  # what it was compared with then is gone: only where it stands counts
             self._latest = known[-1] if known else None
             return []
@@ -184,12 +193,16 @@ class SweepTrial(tune.Trainable):
         self._latest, self._known = origin["validation"], []
         if origin["number"] == self._number:
             return  # it has it still
-        storage = checkpoint_storage(self._config)
-        for name in checkpoint_names(storage):
+        # In this order: killed in between, it has something to go on from.
+        storage, name = checkpoint_storage(self._config), origin["name"]
+        if name in (own := checkpoint_names(storage)):
             storage.delete_folder(name)
         copy = storage.new_folder()
         shutil.copytree(source, copy, dirs_exist_ok=True)
-        storage.put_folder(copy, origin["name"], last=MANIFEST)
+        storage.put_folder(copy, name, last=MANIFEST)
+        for other in own:
+            if other != name:
+                storage.delete_folder(other)
         sha256 = json.loads((source / MANIFEST).read_text())[MODEL]["sha256"]
         self._exploited = {"donor": origin["number"], "step": step_of(origin["name"]), "sha256": sha256}
         told = f"goes on from {trial_name(origin['number'])} with {json.dumps(self._settings)}"

@@ -74,7 +74,6 @@ def world_sizes(run: Command) -> list[str]:
     return [record["tags"]["world_size"] for record in records if record["kind"] == "tags"]
 
 
-@pytest.mark.ci
 def test_nodes_that_go_without_notice_and_come(
     undisturbed: Fit, cluster: Any, tmp_path: Path, figures: Figures
 ) -> None:

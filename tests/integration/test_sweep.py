@@ -9,8 +9,10 @@ import pytest
 
 from app.config import Config
 from app.runs import tracking_directory
-from tests.integration.test_fit import TINY
+from tests.integration.test_fit import TINY, config
 from tune.ledger import Trial, read_trials
+from tune.search import Optuna
+from tune.space import read_space
 from tune.sweep import main
 
 pytestmark = [
@@ -34,10 +36,22 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+def mlflow_runs(uri: str) -> dict[str, Any]:
+    """By name: the sweep's, and those nested in it."""
+    client = mlflow.MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("evenkeel").experiment_id])  # type: ignore[union-attr]  # it is there
+    found = {str(run.info.run_name): run for run in runs}
+    assert len(found) == len(runs)
+    for name, run in found.items():
+        assert run.data.tags.get("mlflow.parentRunId") == (None if name == "s" else found["s"].info.run_id)
+    return found
+
+
 def statuses(trials: dict[int, Trial]) -> list[str]:
     return [trials[number].status for number in sorted(trials)]
 
 
+@pytest.mark.ci
 def test_chance_in_one_mlflow_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     trials = sweep(tmp_path, "--num-trials", "3", "--register", "tiny", tracking_uri=uri)
@@ -51,16 +65,13 @@ def test_chance_in_one_mlflow_tree(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["config"]["lr"] == first.settings["lr"]
     assert Path(found["checkpoint"]).is_dir()
 
-    client = mlflow.MlflowClient(uri)
-    runs = client.search_runs([client.get_experiment_by_name("evenkeel").experiment_id])  # type: ignore[union-attr]  # it is there
-    parent = next(run for run in runs if run.info.run_name == "s")
+    client, nested = mlflow.MlflowClient(uri), mlflow_runs(uri)
+    parent = nested.pop("s")
     assert parent.info.run_id == found["run_id"]
-    nested = {str(run.info.run_name): run for run in runs if run is not parent}
     assert sorted(nested) == ["trial-0000", "trial-0001", "trial-0002"]
     for number, trial in trials.items():
         run = nested[f"trial-{number:04d}"]
         assert (run.info.status, run.data.tags["trial_status"]) == ("FINISHED", "finished")
-        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert float(run.data.params["lr"]) == trial.settings["lr"]
         assert [m.value for m in client.get_metric_history(run.info.run_id, "val/accuracy")][:3] == [
             validation["metrics"]["val/accuracy"] for validation in trial.validations
@@ -89,24 +100,34 @@ def test_chance_in_one_mlflow_tree(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("search", ["grid", "optuna"])
 def test_searches(tmp_path: Path, search: str) -> None:
     space = "lr: {grid: [0.001, 0.02]}\nweight_decay: {choice: [0.0, 0.01]}\n" if search == "grid" else SPACE
-    words = () if search == "grid" else ("--num-trials", "4")
+    words = () if search == "grid" else ("--num-trials", "4", "--max-concurrent", "1")
     trials = sweep(tmp_path, "--search", search, *words, space=space, epochs=2)
     assert statuses(trials) == ["finished"] * 4
     assert len({json.dumps(trial.settings) for trial in trials.values()}) == 4
+    if search == "optuna":  # each was asked for when the ones before were known
+        base = config(tmp_path)
+        study = Optuna(read_space(str(tmp_path / "space.yaml"), base), base, "val/accuracy", [])
+        for number, trial in sorted(trials.items()):
+            assert study.settings(number) == trial.settings
+            study.tell(trial)
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "median"])
 def test_losers_are_given_up(tmp_path: Path, scheduler: str) -> None:
     space = "lr: {grid: [0.03, 0.02, 0.01, 0.000001, 0.0000012, 0.0000011]}\n"
     words = ["--scheduler", scheduler, "--search", "grid", "--max-concurrent", "1"]
-    trials = sweep(tmp_path, *words, space=space, epochs=6)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    trials = sweep(tmp_path, *words, space=space, epochs=6, tracking_uri=uri)
     assert statuses(trials)[:3].count("finished") >= 1
     given_up = [trial for trial in trials.values() if trial.status == "stopped"]
+    nested = mlflow_runs(uri)
     assert {trial.number for trial in given_up} >= {4, 5}
     for trial in given_up:
         assert trial.steps < 36
         run = json.loads((tmp_path / "runs" / "s" / trial.name / "run.json").read_text())
         assert (run["status"], run["summary"]["step"]) == ("stopped", trial.steps)
+        assert nested[trial.name].info.status == "KILLED"
+        assert nested[trial.name].data.tags["trial_status"] == "stopped"
     best = max(trials.values(), key=lambda trial: trial.value("val/accuracy") or 0)
     assert best.status == "finished"
 
@@ -121,9 +142,15 @@ def test_within_an_epoch(tmp_path: Path) -> None:
 
 
 def test_a_population_goes_on_from_its_best(tmp_path: Path) -> None:
-    space = "lr: {loguniform: [1e-6, 3e-2]}\n"
-    trials = sweep(tmp_path, "--scheduler", "pbt", "--num-trials", "4", space=space, epochs=6, schedule="constant")
+    # Room for one, so that they take turns: small as they are, they would not meet otherwise.
+    settings = {"space": "lr: {loguniform: [1e-6, 3e-2]}\n", "epochs": 6, "cpus_per_worker": 4}
+    trials = sweep(tmp_path, "--scheduler", "pbt", "--num-trials", "4", **settings)
     assert statuses(trials) == ["finished"] * 4
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/s/trial-*/checkpoints/*/*")}
+    assert files
+    again = sweep(tmp_path, "--scheduler", "pbt", "--num-trials", "4", **settings)
+    assert again == trials
+    assert {path: path.stat().st_mtime_ns for path in files} == files
     exploited = [(trial, exploit) for trial in trials.values() for exploit in trial.exploits]
     assert exploited
     for trial, exploit in exploited:
@@ -133,12 +160,15 @@ def test_a_population_goes_on_from_its_best(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_fails_is_one_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trials = sweep(tmp_path, "--search", "grid", space="lr: {grid: [1.0e+30, 0.01]}\n", optimizer="sgd", epochs=2)
+    uri, space = f"sqlite:///{tmp_path}/mlflow.db", "lr: {grid: [1.0e+30, 0.01]}\n"
+    trials = sweep(tmp_path, "--search", "grid", space=space, optimizer="sgd", epochs=2, tracking_uri=uri)
     assert statuses(trials) == ["failed", "finished"]
     assert "the loss is" in str(trials[0].error)
     assert last_line(capsys)["best_trial"] == 1
     run = json.loads((tmp_path / "runs" / "s" / "trial-0000" / "run.json").read_text())
     assert run["status"] == "failed"
+    runs = mlflow_runs(uri)
+    assert [runs[name].info.status for name in ("s", "trial-0000", "trial-0001")] == ["FINISHED", "FAILED", "FINISHED"]
 
 
 def test_several_workers_a_trial(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     ledger.validation(0, validation(10, 0.5))
     ledger.validation(0, validation(20, 0.7))
     ledger.validation(0, validation(20, 0.7))  # computed again after a restart
+    ledger.validation(1, validation(20, 0.9))  # of weights that are gone
     ledger.exploit(1, {"lr": 0.12}, donor=0, step=20, sha256="abc")
     ledger.end(0, "finished", None, 9.0, 7.0)
     ledger.end(1, "killed", None, 3.0, 1.0)
@@ -31,6 +32,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert again == ledger.trials == reopened.trials
     assert again[0] == Trial(0, {"lr": 0.1}, "finished", [validation(10, 0.5), validation(20, 0.7)], [], None, 9.0, 7.0)
     assert (again[1].status, again[1].settings, again[1].seconds) == ("running", {"lr": 0.12}, 3.0)
+    assert again[1].validations == again[0].validations  # the donor's, whose weights it has
     assert again[1].exploits == [{"donor": 0, "step": 20, "sha256": "abc"}]
     assert read_trials(tmp_path / "none") == {}
 

@@ -9,8 +9,8 @@ from app.errors import BadInput
 from app.tracking import Validation
 from tests.tune.test_space import BASE, space_of
 from tune.ledger import Status, Trial
-from tune.search import Optuna, planned
-from tune.space import Value
+from tune.search import Optuna
+from tune.space import Value, planned
 
 
 def ended(number: int, settings: dict[str, Value], accuracy: float, status: Status = "finished") -> Trial:
@@ -47,12 +47,13 @@ def test_settings_that_do_not_fit_together_are_found_before_anything_starts(tmp_
 
 def test_optuna_is_seeded_and_learns(tmp_path: Path) -> None:
     space = space_of(
-        tmp_path, "lr: {loguniform: [1e-4, 1]}\noptimizer: {choice: [sgd, adam]}\nbatch_size: {qrandint: [16, 64, 16]}"
+        tmp_path, "lr: {loguniform: [1e-4, 1]}\noptimizer: {choice: [sgd, adam]}\nbatch_size: {randint: [16, 64]}"
     )
 
-    def run(count: int, known: list[Trial]) -> list[Trial]:
-        source, trials = Optuna(space, BASE, "val/accuracy", known), list(known)
-        for number in range(len(known), count):
+    def run(known: list[Trial], seed: int = 0) -> list[Trial]:
+        base = BASE.model_copy(update={"seed": seed})
+        source, trials = Optuna(space, base, "val/accuracy", known), list(known)
+        for number in range(len(known), 40):
             settings = source.settings(number)
             lr = settings["lr"]
             assert isinstance(lr, float)
@@ -62,11 +63,23 @@ def test_optuna_is_seeded_and_learns(tmp_path: Path) -> None:
             trials.append(trial)
         return trials
 
-    first = run(40, [])
-    assert [trial.settings for trial in run(40, [])] == [trial.settings for trial in first]
-    early, late = ([trial.value("val/accuracy") for trial in part] for part in (first[:10], first[-10:]))
-    assert sum(late) > sum(early) + 1  # type: ignore[arg-type]  # all have one
-    assert {trial.settings["batch_size"] for trial in first} <= {16, 32, 48, 64}
+    studies = [run([], seed) for seed in range(5)]
+    first = studies[0]
+    assert [trial.settings for trial in run([])] == [trial.settings for trial in first]
+    assert first[0].settings != studies[1][0].settings
+    early, late = (
+        sum(trial.value("val/accuracy") or 0 for study in studies for trial in study[part])
+        for part in (slice(10), slice(-10, None))
+    )
+    assert late > early + len(studies)
+    assert {trial.settings["batch_size"] for trial in first} <= set(range(16, 65))
+    # One that goes on is the one that was not interrupted.
+    assert [trial.settings for trial in run(first[:25])] == [trial.settings for trial in first]
+
+
+def test_optuna_keeps_to_a_quantum(tmp_path: Path) -> None:
+    source = Optuna(space_of(tmp_path, "batch_size: {qrandint: [16, 64, 16]}"), BASE, "val/accuracy", [])
+    assert {source.settings(number)["batch_size"] for number in range(60)} == {16, 32, 48, 64}
 
 
 def test_optuna_goes_on_from_what_is_known(tmp_path: Path) -> None:
@@ -85,8 +98,6 @@ def test_optuna_goes_on_from_what_is_known(tmp_path: Path) -> None:
     assert told[0].value == 0.9
     source.tell(ended(3, known[3].settings, 0.8))
     assert source._study.best_value == 0.9
-    fresh = Optuna(space, BASE, "val/accuracy", []).settings(0)
-    assert source.settings(4) != fresh  # and not what it began with
 
 
 def test_optuna_lowers_a_loss(tmp_path: Path) -> None:

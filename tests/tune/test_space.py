@@ -28,7 +28,7 @@ def drawn(space: Space, count: int = 300, base: Config = BASE) -> list[dict[str,
     [
         ("lr: {uniform: [0.1, 0.9]}", 0.1, 0.9, None),
         ("lr: {loguniform: [1e-4, 1]}", 1e-4, 1.0, None),
-        ("lr: {quniform: [0.1, 0.9, 0.2]}", 0.1, 0.9, None),
+        ("lr: {quniform: [0.2, 1.0, 0.2]}", 0.2, 1.0, 0.2),
         ("label_smoothing: {quniform: [0, 0.4, 0.1]}", 0.0, 0.4, 0.1),
         ("lr: {qloguniform: [0.01, 1, 0.01]}", 0.01, 1.0, 0.01),
         ("batch_size: {randint: [3, 6]}", 3, 6, 1),
@@ -76,6 +76,9 @@ def test_what_applies_under_a_condition_only(tmp_path: Path) -> None:
         assert ("momentum" in settings) == (settings["optimizer"] == "sgd" and settings["schedule"] == "step")
         assert ("step_factor" in settings) == (settings["schedule"] == "step")
         Config(**settings)
+    # Where schedule does not vary it is the base config's, to which a condition may refer.
+    nested = "schedule: {choice: [step, linear], when: {optimizer: sgd}}\noptimizer: {choice: [sgd, adamw]}\n"
+    space_of(tmp_path, nested + f"warmup_epochs: {{choice: [1, 2], when: {{schedule: {BASE.schedule}}}}}")
     with pytest.raises(BadInput, match=r"line 1: momentum applies when optimizer is sgd, which never is: it is adamw"):
         space_of(tmp_path, "momentum: {uniform: [0.8, 0.99], when: {optimizer: sgd}}")
     assert space_of(tmp_path, "momentum: {uniform: [0.8, 0.99], when: {optimizer: sgd}}", Config(optimizer="sgd"))
@@ -111,6 +114,11 @@ def test_the_points_of_a_grid(tmp_path: Path) -> None:
         ("lr: {uniform: [0.2, 0.1]}", r"0\.2 must be less than 0\.1"),
         ("lr: {loguniform: [0, 0.1]}", "a logarithm needs a low end above 0"),
         ("lr: {quniform: [0.1, 0.2, 0.5]}", r"the quantum must be above 0, and at most 0\.1"),
+        ("lr: {quniform: [0.1, 0.9, 0.2]}", "both ends must be multiples of the quantum"),
+        ("lr: {choice: [2020-13-45, 1]}", "line 1: "),
+        ("lr: {choice: [!!int x, 1]}", "line 1: "),
+        ("lr: {{}: 1}", "line 1: "),
+        ("lr: {uniform: [0.1, 1], when: {[1]: 2}}", "line 1: "),
         ("lr: {uniform: [0, 0.1]}", r"line 1: --lr 0\.0: must be greater than 0"),
         ("batch_size: {uniform: [1, 10]}", "batch_size takes int: use choice, grid or randint, not uniform"),
         ("batch_size: {randint: [1.5, 10]}", "must be integers"),

@@ -1,5 +1,6 @@
 """What a sweep is told: refused where it does not fit, and the same when it is gone on with."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ import pytest
 
 from app.config import Config
 from app.errors import BadInput
+from app.lock import held, is_held
 from app.runs import open_run, resolved, run_storage, write_run
+from app.storage import Storage
 from tests.tune.test_space import space_of
-from tune.spec import Options, check_options, open_sweep, read_sweep
+from tune.ledger import Trial
+from tune.spec import Options, check_options, end_sweep, open_sweep, read_sweep, refuse_lost_records
 from tune.sweep import main
 
 LR = "lr: {loguniform: [1e-4, 1]}"
@@ -80,8 +84,14 @@ def test_the_same_sweep_goes_on_and_another_one_is_refused(tmp_path: Path) -> No
         open_sweep(Options(num_trials=7), space, base)
     with pytest.raises(BadInput, match=r"--space: .*space\.yaml has changed since"):
         open_sweep(Options(num_trials=8), space_of(tmp_path, LR + "\n"), base)
-    with pytest.raises(BadInput, match=r"--epochs: it has 20, you gave 3"):
-        open_sweep(Options(num_trials=8), space, base.model_copy(update={"epochs": 3}))
+    for epochs in (3, 30):
+        with pytest.raises(BadInput, match=rf"--epochs: it has 20, you gave {epochs}"):
+            open_sweep(Options(num_trials=8), space, base.model_copy(update={"epochs": epochs}))
+    end_sweep(run_storage(base), "killed", ["checkpoint", "name"])
+    open_sweep(Options(num_trials=8), space, base)
+    found = read_sweep_of(base)
+    assert found is not None
+    assert (found["status"], found["registered"]) == ("running", ["checkpoint", "name"])
     with pytest.raises(BadInput, match=r"--run-name s: .*/s is a sweep's; choose another name"):
         open_run(base)
     (tmp_path / "s" / "sweep.json").write_text("{")
@@ -103,8 +113,9 @@ def read_sweep_of(base: Config) -> dict[str, Any] | None:
         ([], r"--space FILE\.yaml is missing"),
         (["--space", "s.yaml", "--run-name", "r"], "--run-name is each trial's own: use --sweep-name"),
         (["--space", "s.yaml", "--num-workers", "2"], "--num-workers is each trial's own: use --workers-per-trial"),
-        (["--space", "s.yaml", "--sweep-name", "../s"], r"--run-name '\.\./s'"),
-        (["--space", "s.yaml", "--workers-per-trial", "0"], "--num-workers 0"),
+        (["--space", "s.yaml", "--sweep-name", "../s"], r"--sweep-name '\.\./s'"),
+        (["--space", "s.yaml", "--workers-per-trial", "0"], "--workers-per-trial 0"),
+        (["--space", "s.yaml", "--sweep-name", "s" * 98], "--sweep-name 's+-best'"),
         (["--space", "s.yaml"], r"--space s\.yaml: No such file"),
         (["--show", "nothing"], r"--show nothing: .*/runs/nothing is no sweep's folder \(no sweep\.json in it\)"),
     ],
@@ -113,3 +124,23 @@ def test_bad_flags(words: list[str], message: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=message):
         main(words)
+
+
+@pytest.mark.filterwarnings("ignore")  # what ray imports, in the background
+def test_a_sweep_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    space_of(tmp_path, LR)
+    words = ["--space", str(tmp_path / "space.yaml"), "--sweep-name", "s", "--output-dir", str(tmp_path)]
+    assert not is_held(Storage(str(tmp_path / "s")))
+    with held(Storage(str(tmp_path / "s")), "s"):
+        assert is_held(Storage(str(tmp_path / "s")))
+        with pytest.raises(BadInput, match=f"--sweep-name s .*{os.getpid()}"):
+            main([*words, "--tracking-uri", "none"])
+    assert not is_held(Storage(str(tmp_path / "s")))
+
+
+def test_trials_without_a_record_of_them_are_not_begun_again(tmp_path: Path) -> None:
+    base = resolved(Config(run_name="s", output_dir=str(tmp_path), tracking_uri="none"))
+    (tmp_path / "s" / "trial-0000").mkdir(parents=True)
+    with pytest.raises(BadInput, match=r"--sweep-name s: .* has trials, and .*trials has no record of them"):
+        refuse_lost_records(run_storage(base), {}, "s")
+    refuse_lost_records(run_storage(base), {0: Trial(0, {})}, "s")
