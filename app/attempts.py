@@ -87,18 +87,18 @@ class Screen:
 def wait_for_places(config: Config, cluster: Cluster, screen: Screen, interrupt: Interrupt) -> int:
     """The number of workers to start: as many as there is room for, at least the least. 0: interrupted."""
     resources = resources_per_worker(config, cluster)
-    places = Places(config.max_workers, resources)
+    places = Places(config.max_workers, resources, least=config.min_workers)
     began, told = time.monotonic(), False
     try:
         while not interrupt.count:
-            screen.update()
-            ready = places.ready()
-            if ready >= config.min_workers and places.settled():
+            if screen.update().stop == "killed":  # a sweep's, which has no terminal to hear it from
+                return 0
+            if (ready := places.ready()) >= config.min_workers and places.settled():
                 return ready
             if not told and time.monotonic() - began > 10:
                 told = True
                 each = " and ".join(f"{amount:g} {name}" for name, amount in resources.items())
-                screen.event(f"waiting for room for {config.min_workers} workers of {each}: there is room for {ready}")
+                screen.event(f"waiting for room for {config.min_workers} workers of {each}")
             time.sleep(LOOK_EVERY_S)
         return 0
     finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.config import Config
-from app.errors import BadInput
+from app.errors import BadInput, TrainingFailed
 from app.user_code import packed
 
 CONNECT_S = 10.0
@@ -43,7 +43,10 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
         if needed > cores:
             # People try DDP on laptops: slower, and the same numbers.
             notes.append(f"{config.min_workers} workers share {cores} CPU cores: slower than on as many cores")
-        ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
+        try:
+            ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
+        except Exception as error:  # a bare one, where a machine has no time or no memory left for it
+            raise TrainingFailed(f"Ray did not start on this machine: {error}") from error
     elif address is not None and not already_connected:
         with packed(config) as modules:
             try:

@@ -40,6 +40,12 @@ class Spool:
             self._last_step.update(dict.fromkeys(fresh, step))
             self.append("metrics", step=step, values=fresh)
 
+    def go_back(self, step: int) -> None:
+        """What is computed again after this step differs, and is recorded too."""
+        for key, last in self._last_step.items():
+            if not key.startswith("system/"):  # these have numbers of their own
+                self._last_step[key] = min(last, step)
+
     def next_step(self, key: str) -> int:
         return self._last_step.get(key, -1) + 1
 

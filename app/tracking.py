@@ -51,7 +51,7 @@ class Validation(TypedDict):
 class Progress:
     """Where the run stands; live is None while no worker trains. events: those that were not seen yet, of
     events_seen in all; validations likewise. nodes: the ids of those that workers run on. failures: times
-    that workers were lost."""
+    that workers were lost. stop: what was asked for."""
 
     live: Live | None
     events: list[str]
@@ -60,6 +60,7 @@ class Progress:
     failures: int = 0
     validations: tuple[Validation, ...] = ()
     validations_seen: int = 0
+    stop: Stop | None = None
 
 
 class Tracker:
@@ -159,6 +160,10 @@ class Tracker:
             if "epoch" in (values := record["values"])
         ]
 
+    def go_back(self, step: int) -> None:
+        """Training goes on from another run's checkpoint of this step: what follows is not what was recorded."""
+        self._spool.go_back(step)
+
     def flush(self) -> None:
         """Returns when every call made before it is in the spool."""
 
@@ -222,6 +227,7 @@ class Tracker:
             self._failures,
             tuple(validations),
             len(self._validations),
+            self._stop,
         )
 
     def finish(self, status: str, checkpoint: str | None) -> None:
@@ -240,6 +246,12 @@ class Tracker:
 
     def delivery_state(self) -> "DeliveryState":
         return self._delivery.state() if self._delivery is not None else DeliveryState(None, True, "")
+
+    def close(self) -> None:
+        """To be called when all is delivered, and nothing more is to be recorded."""
+        if self._delivery is not None:
+            self._delivery.close()
+        self._spool.close()
 
     def _wake(self) -> None:
         if self._delivery is not None:
@@ -260,9 +272,13 @@ class Delivery:
 
     def __init__(self, directory: Path, target: "Target", event: Callable[[str], None]):
         self._directory, self._target, self._event, self._error = directory, target, event, ""
-        self.wake = threading.Event()
+        self.wake, self._closed = threading.Event(), False
         self.wake.set()  # an earlier start may have left records
         threading.Thread(target=self._run, name="delivery", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        self.wake.set()
 
     def state(self) -> DeliveryState:
         all_sent = sent_offset(self._directory) >= (self._directory / SPOOL).stat().st_size
@@ -271,6 +287,8 @@ class Delivery:
     def _run(self) -> None:
         while True:
             self.wake.wait()
+            if self._closed:
+                return
             self.wake.clear()
             try:
                 with ONE_AT_A_TIME:

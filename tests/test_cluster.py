@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from app.cluster import runtime_env
+from app.cluster import connected, runtime_env
+from app.config import Config
+from app.errors import TrainingFailed
 
 # A machine of four GPUs. What is left of Ray is its own: what it takes CUDA_VISIBLE_DEVICES for, and which
 # of the GPUs it gives to whom.
@@ -52,6 +54,16 @@ def test_cuda_visible_devices_are_the_gpus_there_are(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_visible_device_means_cpus(tmp_path: Path) -> None:
     assert embedded("", tmp_path) == (False, 0, ["", ""])
+
+
+def test_a_ray_that_does_not_start_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    with pytest.raises(TrainingFailed, match="Ray did not start on this machine: The current node timed out"):
+        connected(Config(), verbose=False).__enter__()
 
 
 def test_a_jobs_own_modules_are_sent_too(monkeypatch: pytest.MonkeyPatch) -> None:

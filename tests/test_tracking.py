@@ -52,6 +52,23 @@ def test_a_step_is_recorded_once_also_after_a_restart(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_that_goes_on_from_another_ones_checkpoint_records_what_differs(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for step in (10, 20, 30):
+        spool.append_metrics(step, {"val/loss": 1.0})
+    spool.append_metrics(40, {"system/node_0/cpu": 1.0})
+    spool.go_back(20)
+    spool.append_metrics(20, {"val/loss": 0.5})
+    spool.append_metrics(30, {"val/loss": 0.4})
+    spool.append_metrics(40, {"system/node_0/cpu": 2.0})
+    spool.close()
+    values = [(record["step"], *record["values"].values()) for record, _ in read_records(tmp_path, 0)]
+    assert values == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 1.0), (30, 0.4)]
+    again = Spool(tmp_path)
+    assert again.next_step("val/loss") == 31
+    again.close()
+
+
 def test_half_a_line_of_a_killed_process_is_cut_off(tmp_path: Path) -> None:
     Spool(tmp_path).append_metrics(1, {"a": 1.0})
     with (tmp_path / "records.jsonl").open("a") as file:
@@ -253,12 +270,16 @@ def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
     tracker.event("one")
     tracker.event("two")
     assert (tracker.stop_requested(), tracker.failure()) == ("killed", ("the first", 2))
-    assert tracker.progress(1) == Progress(None, ["two"], 2, frozenset())
+    assert tracker.progress(1) == Progress(None, ["two"], 2, frozenset(), stop="killed")
     first, second = (Validation(step=step, epochs=step / 2, metrics={"val/loss": 1.0}) for step in (1, 2))
     tracker.validated(first)
     tracker.validated(second)
-    assert tracker.progress(2, 1) == Progress(None, [], 2, frozenset(), 0, (second,), 2)
+    assert tracker.progress(2, 1) == Progress(None, [], 2, frozenset(), 0, (second,), 2, "killed")
     assert tracker.progress(9, 9).validations == ()
+    # Begun again in the same process, by a sweep.
+    tracker.begin({}, {}, "")
+    assert (tracker.stop_requested(), tracker.failure()) == (None, None)
+    assert tracker.progress(0).validations == ()
 
 
 class Silent(http.server.BaseHTTPRequestHandler):

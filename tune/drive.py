@@ -10,7 +10,6 @@ from ray.tune import CheckpointConfig, FailureConfig, RunConfig, Stopper, TuneCo
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import BasicVariantGenerator
 
-from app.config import Config
 from app.errors import TrainingFailed
 from app.interrupt import Interrupt
 from app.progress import LOOK_EVERY_S, Display
@@ -18,9 +17,8 @@ from tune.ledger import METRICS, Ledger
 from tune.recorder import Recorder
 from tune.room import resources
 from tune.schedulers import scheduler
-from tune.search import Proposals, Source
-from tune.space import Space
-from tune.spec import Options
+from tune.search import Optuna, Planned, Proposals, Source
+from tune.spec import Plan
 from tune.trial import SweepTrial, Task
 
 # Ray Tune's own files: written, never read.
@@ -30,18 +28,20 @@ HANDED_ON = 4
 
 
 def conduct(
-    options: Options,
-    space: Space,
-    source: Source,
-    count: int,
+    plan: Plan,
     most: int,
     task: Task,
     ledger: Ledger,
     display: Display,
     interrupt: Interrupt,
 ) -> None:
-    """Run the trials to the end, or until it is interrupted. Raises TrainingFailed where Ray Tune gives up."""
-    base = Config(**task.base)
+    """Run the trials, `most` at once, to the end or until interrupted. Raises TrainingFailed if Ray Tune gives up."""
+    options, base, count = plan.options, plan.base, plan.count
+    source: Source = (
+        Optuna(plan.space, base, options.metric, ledger.trials.values())
+        if plan.settings is None
+        else Planned(plan.settings)
+    )
     # Ray Tune's choices (whom to clone, how to perturb) are the seed's too.
     random.seed(base.seed)
     np.random.seed(base.seed)
@@ -61,7 +61,7 @@ def conduct(
             metric=options.metric,
             mode=METRICS[options.metric],
             search_alg=search,
-            scheduler=scheduler(options, space, base, interrupt),
+            scheduler=scheduler(options, plan.space, base, interrupt),
             num_samples=count,
             max_concurrent_trials=most if not param_space else None,
             reuse_actors=True,

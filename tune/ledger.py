@@ -18,7 +18,7 @@ ENDED = ("finished", "stopped", "failed")
 
 @dataclass
 class Trial:
-    """settings: what it has that the base config has not, as they are now."""
+    """settings: what it has that the base config has not, as they are now. ended: as which of the trials, from 1."""
 
     number: int
     settings: dict[str, Value]
@@ -28,6 +28,7 @@ class Trial:
     error: str | None = None
     seconds: float = 0.0
     train_seconds: float = 0.0
+    ended: int | None = None
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ def _take(trials: dict[int, Trial], record: dict[str, Any]) -> None:
         if known is None:
             trials[number] = Trial(number, record["settings"])
         else:
-            known.status, known.error = "running", None
+            known.status, known.error, known.ended = "running", None, None
         return
     trial = trials[number]
     if record["kind"] == "validation":
@@ -123,6 +124,7 @@ def _take(trials: dict[int, Trial], record: dict[str, Any]) -> None:
     else:
         assert record["kind"] == "end"
         trial.status, trial.error = record["status"], record["error"]
+        trial.ended = 1 + max((each.ended or 0 for each in trials.values()), default=0)
         trial.seconds += record["seconds"]
         trial.train_seconds += record["train_seconds"]
 

@@ -1,6 +1,7 @@
 """What a sweep has found: a table, pictures, and a line for programs."""
 
 import io
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ def print_ranking(sweep_name: str, trials: dict[int, Trial], metric: str, most: 
     order = ranked(trials, metric)
     table = Table(title=f"{sweep_name}: {len(order)} trials")
     for column in ("trial", metric, "status", "steps", *names):
-        table.add_column(column, justify="left" if column == "status" else "right")
+        table.add_column(column, justify="left" if column == "status" else "right", overflow="fold")
     for trial in order[:most]:
         value = trial.value(metric)
         cells = [str(trial.number), "" if value is None else f"{value:.4f}", trial.status, f"{trial.steps:,}"]
@@ -136,7 +137,7 @@ def _parallel(trials: Sequence[Trial], metric: str, names: Sequence[str]) -> byt
     axis.set_xticks(range(len(labels)), labels)
     axis.set_yticks([])
     axis.set_ylim(-0.12, 1.12)
-    axis.set_xlim(-0.2, len(labels) - 0.5)
+    axis.set_xlim(-0.3, len(labels) - 0.7)
     figure.colorbar(plt.cm.ScalarMappable(scale, colors), ax=axis, label=metric)
     return _png(figure)
 
@@ -161,18 +162,22 @@ def _by_setting(trials: Sequence[Trial], metric: str, names: Sequence[str]) -> b
     return _png(figure)
 
 
+def best_so_far(trials: Iterable[Trial], metric: str) -> tuple[list[float], list[float]]:
+    """The values of the trials that have ended, in the order of their end, and the best up to each."""
+    better = max if METRICS[metric] == "max" else min
+    values = _values(sorted((trial for trial in trials if trial.ended), key=lambda trial: trial.ended or 0), metric)
+    return values, list(itertools.accumulate(values, better))
+
+
 def _best_so_far(trials: Sequence[Trial], metric: str) -> bytes:
     import matplotlib.pyplot as plt
 
-    better = max if METRICS[metric] == "max" else min
-    values, best = _values(trials, metric), []
-    for value in values:
-        best.append(better([*best[-1:], value]))
+    values, best = best_so_far(trials, metric)
     figure, axis = plt.subplots(figsize=(6.5, 4), layout="constrained")
-    numbers = [trial.number for trial in trials]
-    axis.scatter(numbers, values, s=18, label="trial")
-    axis.step(numbers, best, where="post", color="C1", label="best so far")
-    axis.set_xlabel("trial")
+    ended = range(1, len(values) + 1)
+    axis.scatter(ended, values, s=18, label="trial")
+    axis.step(ended, best, where="post", color="C1", label="best so far")
+    axis.set_xlabel("trials, in the order of their end")
     axis.set_ylabel(metric)
     axis.grid(alpha=0.3)
     axis.legend()

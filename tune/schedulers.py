@@ -1,8 +1,10 @@
 """Which trials are given up, or go on from better ones."""
 
+import itertools
 from typing import Any
 
 import numpy as np
+from ray.tune.experiment import Trial
 from ray.tune.schedulers import (
     AsyncHyperBandScheduler,
     FIFOScheduler,
@@ -62,6 +64,7 @@ class Population(PopulationBasedTraining):
     def __init__(self, space: Space, base: Config, perturb_epochs: float, interrupt: Interrupt):
         chance = Chance(np.random.default_rng([base.seed, 2**31]))
         self._base, self._interrupt = base, interrupt
+        self._turns, self._last_turn = itertools.count(1), dict[Any, int]()
         self._dimensions = {dimension.name: dimension for dimension in space.dimensions}
         super().__init__(
             time_attr="epochs",
@@ -75,8 +78,27 @@ class Population(PopulationBasedTraining):
             log_config=False,
         )
 
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        self._last_turn[trial] = next(self._turns)
+        return super().on_trial_result(tune_controller, trial, result)
+
     def choose_trial_to_run(self, tune_controller: Any) -> Any:
-        return None if self._interrupt.count else super().choose_trial_to_run(tune_controller)
+        """The one that is least far, and of these the one that has waited longest. Ray's own takes the first of
+        these: a trial that goes on from another one's checkpoint, again and again, would leave it no turn."""
+        if self._interrupt.count:
+            return None
+        waiting = [trial for trial in tune_controller.get_trials() if trial.status in (Trial.PENDING, Trial.PAUSED)]
+        return min(waiting, key=self._next_first, default=None)
+
+    def _next_first(self, trial: Any) -> tuple[float, int]:
+        return self._trial_state[trial].last_train_time, self._last_turn.get(trial, 0)
+
+    def _exploit(self, tune_controller: Any, trial: Any, trial_to_clone: Any) -> None:
+        own, donors = self._trial_state[trial].last_score, self._trial_state[trial_to_clone].last_score
+        assert own is not None, "else it would be in no quantile"
+        assert donors is not None
+        if donors > own:
+            super()._exploit(tune_controller, trial, trial_to_clone)
 
     def _get_new_config(self, trial: Any, trial_to_clone: Any) -> tuple[dict, dict]:
         config, operations = super()._get_new_config(trial, trial_to_clone)

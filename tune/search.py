@@ -1,7 +1,7 @@
 """Where a sweep's settings come from: a grid, chance, or Optuna, which learns from the trials before."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ class Source(Protocol):
 
 
 class Planned:
-    def __init__(self, settings: list[dict[str, Value]]):
+    def __init__(self, settings: Sequence[dict[str, Value]]):
         self._settings = settings
 
     def settings(self, number: int) -> dict[str, Value]:

@@ -1,6 +1,7 @@
 """What a sweep is told to do, and that the same sweep goes on with the same."""
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -11,7 +12,7 @@ from app.errors import BadInput
 from app.runs import SWEEP, read_run, refuse_changes, run_storage
 from app.storage import Storage
 from tune.ledger import METRICS, Trial, ledger_directory, trial_name
-from tune.space import Space
+from tune.space import Space, Value, planned
 
 # What may change while training goes on: it decides neither the network nor the order of the samples.
 MUTABLE = ("lr", "weight_decay", "momentum", "label_smoothing", "grad_clip", "mixup", "cutmix", "dropout", "augment")
@@ -49,6 +50,28 @@ class Options(BaseModel):
     register_as: Annotated[str | None, tyro.conf.arg(name="register")] = Field(
         default=None, description="Register the best model in MLflow by this name, as champion."
     )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep tries out, and how. settings: each trial's, where they are known beforehand."""
+
+    options: Options
+    space: Space
+    base: Config
+    settings: tuple[dict[str, Value], ...] | None
+
+    @property
+    def count(self) -> int:
+        return (self.options.num_trials or DEFAULT_TRIALS) if self.settings is None else len(self.settings)
+
+
+def make_plan(options: Options, space: Space, base: Config) -> Plan:
+    """Raises BadInput for what does not fit together."""
+    check_options(options, space, base)
+    if options.search == "optuna":
+        return Plan(options, space, base, None)
+    return Plan(options, space, base, tuple(planned(space, base, options.search, options.num_trials or DEFAULT_TRIALS)))
 
 
 def check_options(options: Options, space: Space, base: Config) -> None:

@@ -14,8 +14,8 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from pydantic import Field
 
@@ -34,8 +34,8 @@ from app.storage import Storage
 from app.user_code import import_own
 from tune.ledger import Ledger, Trial, best_checkpoint, ledger_directory, ranked, read_trials
 from tune.report import counts, draw, print_ranking, share_saved
-from tune.space import Space, Value, planned, read_space
-from tune.spec import DEFAULT_TRIALS, Options, check_options, end_sweep, open_sweep, read_sweep, refuse_lost_records
+from tune.space import read_space
+from tune.spec import Options, Plan, end_sweep, make_plan, open_sweep, read_sweep, refuse_lost_records
 
 BEST, OF_THE_BEST = "best.yaml", "-best"
 # Flags of a run that a sweep has in another form.
@@ -71,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
         base = resolved(Config(**config.model_dump() | {"run_name": name, "num_workers": command.workers_per_trial}))
         Config(run_name=f"{name}{OF_THE_BEST}")  # is to be a name too
         space = read_space(command.space, base)
-        check_options(options, space, base)
-        return sweep(options, space, base, command.verbose)
+        return sweep(make_plan(options, space, base), command.verbose)
     except BadInput as error:  # a run's flag, where the person has given the sweep's
         text = str(error)
         for name, instead in INSTEAD.items():
@@ -80,18 +79,15 @@ def main(argv: Sequence[str]) -> int:
         raise BadInput(text) from error
 
 
-def sweep(options: Options, space: Space, base: Config, verbose: bool = False) -> int:
-    """Try out, or go on with, the sweep that base names. Returns the exit code.
+def sweep(plan: Plan, verbose: bool = False) -> int:
+    """Try out, or go on with, the sweep that the plan's base config names. Returns the exit code.
 
     Raises TrainingFailed, after telling what is known, if Ray Tune gave up.
     """
     display = Display()
-    uri = None if base.tracking_uri == "none" else base.tracking_uri
-    base = base.model_copy(update={"tracking_uri": without_credentials(base.tracking_uri or "")})
-    storage = run_storage(base)
-    settings = None
-    if options.search != "optuna":
-        settings = planned(space, base, options.search, options.num_trials or DEFAULT_TRIALS)
+    uri = None if plan.base.tracking_uri == "none" else plan.base.tracking_uri
+    base = plan.base.model_copy(update={"tracking_uri": without_credentials(plan.base.tracking_uri or "")})
+    plan, storage = replace(plan, base=base), run_storage(base)
     import_own(base)
     for note in check_data(base).notes:
         display.event(note)
@@ -109,14 +105,16 @@ def sweep(options: Options, space: Space, base: Config, verbose: bool = False) -
         connected(base, verbose) as cluster,
     ):
         interrupt.listen()
+        for note in cluster.notes:
+            display.event(note)
         from tune.room import at_once
 
-        most = at_once(base, cluster.use_gpu, options.max_concurrent)
+        most = at_once(base, cluster.use_gpu, plan.options.max_concurrent)
         with contextlib.closing(Ledger(ledger_directory(storage))) as ledger:
             refuse_lost_records(storage, ledger.trials, str(base.run_name))
-            open_sweep(options, space, base)
-            ended = try_out(options, space, base, settings, most, uri, cluster, ledger, display, interrupt)
-    report(options.metric, base, ledger.trials, ended.status, ended.run_id)
+            open_sweep(plan.options, plan.space, base)
+            ended = try_out(plan, most, uri, cluster, ledger, display, interrupt)
+    report(plan.options.metric, base, ledger.trials, ended.status, ended.run_id)
     if ended.error is not None:
         raise TrainingFailed(ended.error)
     return 128 + interrupt.signal if ended.status == "killed" else 0
@@ -132,10 +130,7 @@ class Ended:
 
 
 def try_out(
-    options: Options,
-    space: Space,
-    base: Config,
-    settings: list[dict[str, Value]] | None,
+    plan: Plan,
     most: int,
     uri: str | None,
     cluster: Cluster,
@@ -143,17 +138,16 @@ def try_out(
     display: Display,
     interrupt: Interrupt,
 ) -> Ended:
-    """The trials from the first to the last, `most` at once, and what is written of them.
+    """The trials from the first to the last, `most` at once, and what is written of them."""
+    import ray
 
-    settings: each trial's, where they are known beforehand.
-    """
     from app.fit import MLFLOW_STATUS, actor_here, parameters, tags, wait_for_delivery
     from tune.drive import TUNE_FILES, conduct
-    from tune.search import Optuna, Planned
     from tune.tracker import PARENT, SweepTracker, TrackerOf
     from tune.trial import Task
 
-    storage, error = run_storage(base), None
+    options, space, base, error = plan.options, plan.space, plan.base, None
+    storage = run_storage(base)
     directory = str(tracking_directory(storage.root))
     actor = actor_here(SweepTracker, directory, storage.root, uri, base.experiment, base.run_name)
     parent = TrackerOf(actor, PARENT)
@@ -164,13 +158,8 @@ def try_out(
     task = Task(base.model_dump(), storage.root, actor, cluster, options.scheduler == "pbt", dict(ledger.trials))
     if storage.local:
         shutil.rmtree(storage.local / TUNE_FILES, ignore_errors=True)  # Ray Tune's notes of an earlier start
-    if settings is None:
-        source: Any = Optuna(space, base, options.metric, ledger.trials.values())
-        count = options.num_trials or DEFAULT_TRIALS
-    else:
-        source, count = Planned(settings), len(settings)
     try:
-        conduct(options, space, source, count, most, task, ledger, display, interrupt)
+        conduct(plan, most, task, ledger, display, interrupt)
     except TrainingFailed as failure:
         error = str(failure)
     status = "failed" if error else "killed" if interrupt.count else "finished"
@@ -194,6 +183,7 @@ def try_out(
     end_sweep(storage, status, registered)
     parent.finish.remote(MLFLOW_STATUS[status], None)
     state = wait_for_delivery(actor, storage.root, display, interrupt)
+    ray.kill(actor)  # the task that Ray Tune has put into its object store would keep it
     return Ended(status, error, state.run_id)
 
 

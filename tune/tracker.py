@@ -18,6 +18,7 @@ class SweepTracker:
         self._directory = Path(directory)
         self._parent = Tracker(directory, root, tracking_uri, experiment, sweep_name)
         self._trials: dict[str, Tracker] = {}
+        self._finished: set[str] = set()
         for spool in self._directory.parent.glob(f"*/{self._directory.name}/{SPOOL}"):
             if tracking_uri is not None and sent_offset(spool.parent) < spool.stat().st_size:
                 self._of(spool.parent.parent.name)  # an earlier start could not deliver all of it
@@ -26,6 +27,8 @@ class SweepTracker:
         """A method of the run's Tracker. Pictures are not drawn for each trial: they would cost more than it."""
         if run != PARENT and method == "pictures":
             return None
+        if method in ("begin", "finish"):
+            (self._finished.add if method == "finish" else self._finished.discard)(run)
         return getattr(self._parent if run == PARENT else self._of(run), method)(*args, **kwargs)
 
     def delivery_state(self) -> DeliveryState:
@@ -36,11 +39,17 @@ class SweepTracker:
 
     def _of(self, run: str) -> Tracker:
         if run not in self._trials:
+            self._close_finished()  # each has a thread and an open file
             directory = self._directory.parent / run / self._directory.name
             self._trials[run] = Tracker(
                 str(directory), f"{self._root}/{run}", self._uri, self._experiment, run, self._parent.target
             )
         return self._trials[run]
+
+    def _close_finished(self) -> None:
+        for run in self._finished & self._trials.keys():
+            if self._trials[run].delivery_state().all_sent:
+                self._trials.pop(run).close()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from app.data.datasets import check_data
 from app.errors import BadInput, TrainingFailed, plain_message
 from app.fit import MLFLOW_STATUS, begin, concluded, parameters, tags
 from app.runs import checkpoint_names, checkpoint_storage, open_run, step_of, tokenizer_to_go_on_with
+from app.storage import Storage
 from app.tracking import DeliveryState, Validation
 from app.worker import Outcome
 from tune.ledger import ENDED, Trial, trial_name
@@ -81,6 +82,8 @@ class SweepTrial(tune.Trainable):
         if self._training is not None:
             self._training.stop()
             self._training = None
+        if self._task.base["compile"]:
+            torch.compiler.reset()  # it compiles a network's code a few times only, whichever network it is
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the next trial may need all there is
@@ -137,25 +140,34 @@ class SweepTrial(tune.Trainable):
         if past is not None and past.status in ENDED:
             # Of a population's others it would be taken for one that is still to be changed.
             return [] if self._task.mutates else list(past.validations)
-        storage, seen = checkpoint_storage(self._config), past.validations if past is not None else []
-        begun = bool(checkpoint_names(storage))
-        if begun and not self._task.mutates:
-            # More may be recorded than the ledger has: the command, or this process, died before it knew.
-            seen = ray.get(self._tracker.validations.remote()) or seen  # type: ignore[assignment]  # ray's stubs
-        if not begun and not seen:
+        told = past.validations if past is not None else []
+        last_told = told[-1]["step"] if told else 0
+        if not told and not checkpoint_names(checkpoint_storage(self._config)):
             return []
-        good = find_good(storage, warn=print)
-        if good is None:
-            step = seen[-1]["step"] if seen else 0
-            raise BadInput(
-                f"it had come to step {step}, and {storage.root} has no good checkpoint any more to go on from; "
-                "it is not started from the beginning under the same name"
-            )
-        known = [each for each in seen if each["step"] <= step_of(good)]
+        good = self._goes_on_from(last_told)
+        missed = self._recorded(last_told, good)
+        known = [each for each in told if each["step"] <= good]
         if self._task.mutates:  # what it was compared with then is gone: only where it stands counts
             self._latest = known[-1] if known else None
-            return []
-        return known
+            return missed
+        return known + missed
+
+    def _goes_on_from(self, told: int) -> int:
+        """The step of its newest good checkpoint. Raises BadInput if there is none."""
+        storage = checkpoint_storage(self._config)
+        good = find_good(storage, warn=print)
+        if good is None:
+            come_to = max([told, *map(step_of, checkpoint_names(storage))])
+            raise BadInput(
+                f"it had come to step {come_to}, and {storage.root} has no good checkpoint any more to go on from; "
+                "it is not started from the beginning under the same name"
+            )
+        return step_of(good)
+
+    def _recorded(self, after: int, to: int) -> list[Validation]:
+        """By an earlier process, or by workers that went on meanwhile: nobody has been told of these."""
+        recorded: Any = ray.get(self._tracker.validations.remote())
+        return [each for each in recorded if after < each["step"] <= to]
 
     def _prepare(self) -> Outcome | None:
         """Begin the run, or go on with it. Its outcome, if it is finished."""
@@ -176,13 +188,11 @@ class SweepTrial(tune.Trainable):
         storage, deadline = checkpoint_storage(self._config), time.monotonic() + SAVED_WITHIN_S
         step = 0 if self._latest is None else self._latest["step"]
         # It is written beside the training, and has its name when it is whole.
-        while not (names := [name for name in checkpoint_names(storage) if step_of(name) >= step]):
+        while (name := _copy_first(storage, step, Path(checkpoint_dir, FILES))) is None:
             if time.monotonic() > deadline:
                 raise TrainingFailed(f"{storage.root}: no checkpoint of step {step} in {SAVED_WITHIN_S:g} s")
             time.sleep(0.05)
-        with storage.local_folder(names[0]) as folder:
-            shutil.copytree(folder, Path(checkpoint_dir, FILES))
-        origin = {"number": self._number, "name": names[0], "validation": self._latest}
+        origin = {"number": self._number, "name": name, "validation": self._latest}
         Path(checkpoint_dir, FROM).write_text(json.dumps(origin))
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:  # type: ignore[override]  # Ray's hint says dict
@@ -191,8 +201,10 @@ class SweepTrial(tune.Trainable):
         if problem := problem_with(source):
             raise TrainingFailed(f"the checkpoint of {trial_name(origin['number'])} cannot be gone on from: {problem}")
         self._latest, self._known = origin["validation"], []
-        if origin["number"] == self._number:
-            return  # it has it still
+        if origin["number"] == self._number:  # it has it still, and may have come further
+            step = 0 if self._latest is None else self._latest["step"]
+            self._known = self._recorded(step, self._goes_on_from(step))
+            return
         # In this order: killed in between, it has something to go on from.
         storage, name = checkpoint_storage(self._config), origin["name"]
         if name in (own := checkpoint_names(storage)):
@@ -205,5 +217,21 @@ class SweepTrial(tune.Trainable):
                 storage.delete_folder(other)
         sha256 = json.loads((source / MANIFEST).read_text())[MODEL]["sha256"]
         self._exploited = {"donor": origin["number"], "step": step_of(origin["name"]), "sha256": sha256}
+        self._tracker.go_back.remote(step_of(name))
         told = f"goes on from {trial_name(origin['number'])} with {json.dumps(self._settings)}"
         self._tracker.tags.remote({f"exploited_at_step_{step_of(origin['name'])}": told})
+
+
+def _copy_first(storage: Storage, step: int, target: Path) -> str | None:
+    """Copy the first checkpoint that is not before the step. Its name, or None if there is none now."""
+    name = next((name for name in checkpoint_names(storage) if step_of(name) >= step), None)
+    if name is None:
+        return None
+    try:
+        with storage.local_folder(name) as folder:
+            shutil.copytree(folder, target)
+    except (FileNotFoundError, shutil.Error):
+        # Workers that train on have removed it meanwhile: there is a newer one.
+        shutil.rmtree(target, ignore_errors=True)
+        return None
+    return name

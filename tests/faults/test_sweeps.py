@@ -135,6 +135,28 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, figures: Figures, capsys
     figures("21. A sweep killed", "finished trials stay, the running one goes on, the same numbers")
 
 
+def test_a_population_that_is_killed_goes_on(tmp_path: Path, figures: Figures) -> None:
+    (tmp_path / "space.yaml").write_text("lr: {loguniform: [1e-6, 3e-2]}\n")
+    # Room for one, so that they take turns.
+    words, settings = ("--scheduler", "pbt", "--num-trials", "3"), {"cpus_per_worker": os.cpu_count()}
+    sweep = Sweep(tmp_path, *words, **settings)
+
+    def exploited() -> list[Trial]:
+        assert sweep.process.poll() is None, sweep.output.read_text()
+        return [trial for trial in sweep.trials().values() if trial.exploits]
+
+    wait_until(lambda: bool(exploited()))
+    before = exploited()[0]
+    sweep.kill()
+    again = Sweep(tmp_path, *words, **settings)
+    assert again.result()["counts"]["finished"] == 3
+    trials = again.trials()
+    for trial in trials.values():
+        assert [validation["step"] for validation in trial.validations] == [6, 12, 18, 24, 30, 36]
+    assert trials[before.number].exploits[: len(before.exploits)] == before.exploits
+    figures("21.3 A population killed", "its trials go on from their own checkpoints, with the settings they had")
+
+
 def test_a_trial_whose_checkpoints_are_gone_is_not_started_from_zero(tmp_path: Path, figures: Figures) -> None:
     write_space(tmp_path, 2)
     words = ("--search", "grid", "--max-concurrent", "1")
@@ -170,8 +192,8 @@ def test_a_trial_whose_process_dies_goes_on(tmp_path: Path, figures: Figures) ->
 def test_ctrl_c_ends_a_sweep_with_what_is_known(tmp_path: Path, workers: int, figures: Figures) -> None:
     write_space(tmp_path, 3)
     words = ("--search", "grid", "--workers-per-trial", str(workers), "--max-concurrent", "1")
-    sweep = Sweep(tmp_path, *words, epochs=20)
-    sweep.wait_for(ended=0, step=12)
+    sweep = Sweep(tmp_path, *words, epochs=20, batch_size=3)
+    sweep.wait_for(ended=0, step=19)
     began = time.monotonic()
     sweep.process.send_signal(signal.SIGINT)
     found = sweep.result(130)
@@ -180,7 +202,7 @@ def test_ctrl_c_ends_a_sweep_with_what_is_known(tmp_path: Path, workers: int, fi
     assert found["best_trial"] == 0
     trial = sweep.trials()[0]
     names = checkpoint_names(Storage(str(sweep.folder / "trial-0000" / "checkpoints")))
-    assert step_of(names[-1]) >= trial.steps  # what was trained is saved
+    assert trial.steps < step_of(names[-1]) < trial.steps + 19  # what was trained since the last epoch is saved
     figures(
         f"22. SIGINT to a sweep, {workers} workers a trial",
         "saves, ranks what is known, exit 130",
@@ -191,10 +213,10 @@ def test_ctrl_c_ends_a_sweep_with_what_is_known(tmp_path: Path, workers: int, fi
 
 
 def test_more_trials_and_workers_than_there_is_room_for(tmp_path: Path, figures: Figures) -> None:
-    """Four trials of two workers on two CPUs: no trial waits for what another one holds."""
+    """Four trials of two workers, and CPUs for two of them: none waits for what another one holds."""
     write_space(tmp_path, 4)
     sweep = Sweep(
-        tmp_path, "--search", "grid", "--workers-per-trial", "2", epochs=1, cpus_per_worker=(os.cpu_count() or 1) / 2
+        tmp_path, "--search", "grid", "--workers-per-trial", "2", epochs=1, cpus_per_worker=(os.cpu_count() or 1) / 4
     )
     assert sweep.result()["counts"]["finished"] == 4
-    figures("23. Four trials of two workers, and room for one", "one after the other")
+    figures("23. Four trials of two workers, and room for two", "two at a time")

@@ -8,6 +8,7 @@ import mlflow
 import pytest
 
 from app.config import Config
+from app.errors import TrainingFailed
 from app.runs import tracking_directory
 from tests.integration.test_fit import TINY, config
 from tune.ledger import Trial, read_trials
@@ -25,6 +26,7 @@ SPACE = "lr: {loguniform: [1e-3, 1e-1]}\nweight_decay: {choice: [0.0, 0.01]}\n"
 
 
 def sweep(tmp_path: Path, *words: str, space: str = SPACE, code: int = 0, **settings: Any) -> dict[int, Trial]:
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "space.yaml").write_text(space)
     own = {**TINY, "output_dir": tmp_path / "runs", "tracking_uri": "none", "cpus_per_worker": 0.5, **settings}
     flags = [word for name, value in own.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -159,6 +161,18 @@ def test_a_population_goes_on_from_its_best(tmp_path: Path) -> None:
         assert 1e-6 <= trial.settings["lr"] <= 3e-2  # type: ignore[operator]  # a number
 
 
+def test_a_population_of_several_workers(tmp_path: Path) -> None:
+    space, words = "lr: {loguniform: [1e-6, 3e-2]}\n", ("--scheduler", "pbt", "--num-trials", "2")
+    # Two seconds an epoch, so that they meet.
+    slow = {"model": "tests.faults.common:slow_net", "batch_size": 3, "epochs": 6, "cpus_per_worker": 1}
+    words = (*words, "--metric", "val/loss", "--workers-per-trial", "2", "--perturb-epochs", "3")
+    trials = sweep(tmp_path, *words, space=space, **slow)
+    assert statuses(trials) == ["finished"] * 2
+    for trial in trials.values():
+        assert [validation["step"] for validation in trial.validations] == [19, 38, 57, 76, 95, 114]
+    assert [exploit["donor"] for trial in trials.values() for exploit in trial.exploits]
+
+
 def test_a_trial_that_fails_is_one_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri, space = f"sqlite:///{tmp_path}/mlflow.db", "lr: {grid: [1.0e+30, 0.01]}\n"
     trials = sweep(tmp_path, "--search", "grid", space=space, optimizer="sgd", epochs=2, tracking_uri=uri)
@@ -169,6 +183,20 @@ def test_a_trial_that_fails_is_one_trial(tmp_path: Path, capsys: pytest.CaptureF
     assert run["status"] == "failed"
     runs = mlflow_runs(uri)
     assert [runs[name].info.status for name in ("s", "trial-0000", "trial-0001")] == ["FINISHED", "FAILED", "FINISHED"]
+
+
+def test_what_is_known_is_told_where_ray_tune_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(self: Any) -> None:
+        raise RuntimeError("a traceback\nthe reason")
+
+    monkeypatch.setattr("ray.tune.Tuner.fit", fit)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    with pytest.raises(TrainingFailed, match="Ray Tune ended: the reason; the same command goes on"):
+        sweep(tmp_path, tracking_uri=uri)
+    assert last_line(capsys)["status"] == "failed"
+    assert mlflow_runs(uri)["s"].info.status == "FAILED"
 
 
 def test_several_workers_a_trial(tmp_path: Path) -> None:

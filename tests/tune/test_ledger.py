@@ -30,7 +30,9 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     reopened = Ledger(tmp_path)
     reopened.close()
     assert again == ledger.trials == reopened.trials
-    assert again[0] == Trial(0, {"lr": 0.1}, "finished", [validation(10, 0.5), validation(20, 0.7)], [], None, 9.0, 7.0)
+    assert again[0] == Trial(
+        0, {"lr": 0.1}, "finished", [validation(10, 0.5), validation(20, 0.7)], [], None, 9.0, 7.0, 1
+    )
     assert (again[1].status, again[1].settings, again[1].seconds) == ("running", {"lr": 0.12}, 3.0)
     assert again[1].validations == again[0].validations  # the donor's, whose weights it has
     assert again[1].exploits == [{"donor": 0, "step": 20, "sha256": "abc"}]

@@ -5,7 +5,7 @@ import pytest
 from app.config import Config
 from tests.tune.test_ledger import validation
 from tune.ledger import Trial
-from tune.report import draw, share_saved
+from tune.report import best_so_far, draw, share_saved
 
 
 def test_the_share_of_steps_that_was_saved() -> None:
@@ -16,6 +16,16 @@ def test_the_share_of_steps_that_was_saved() -> None:
     assert share_saved([ten_epochs, two_epochs, *nothing], Config(epochs=10)) == pytest.approx(1 - 120 / 200)
     assert share_saved([two_epochs], Config(epochs=10, max_steps=40)) == pytest.approx(0.5)
     assert share_saved([], Config()) == 0
+
+
+def test_the_best_so_far_follows_the_end_of_the_trials() -> None:
+    accuracies = {0: (0.7, 3), 1: (0.2, 1), 2: (0.5, 2), 3: (0.9, None)}  # the last one still runs
+    trials = [
+        Trial(number, {}, validations=[validation(10, accuracy)], ended=ended)
+        for number, (accuracy, ended) in accuracies.items()
+    ]
+    assert best_so_far(trials, "val/accuracy") == ([0.2, 0.5, 0.7], [0.2, 0.5, 0.7])
+    assert best_so_far(trials[::-1], "val/loss") == ([1.0] * 3, [1.0] * 3)
 
 
 def test_pictures_of_whatever_settings_there_are() -> None:

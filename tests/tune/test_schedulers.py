@@ -17,8 +17,22 @@ from tune.spec import Options
 class Controller:
     """As much of Ray Tune's as a scheduler asks for."""
 
+    search_alg = None
+
+    def __init__(self, *trials: Trial):
+        self.trials = trials
+
     def get_live_trials(self) -> list[Trial]:
         return []
+
+    def get_trials(self) -> tuple[Trial, ...]:
+        return self.trials
+
+    def pause_trial(self, trial: Trial, should_checkpoint: bool) -> None:
+        trial.set_status(Trial.PAUSED)
+
+    def _schedule_trial_save(self, trial: Trial, result: Any) -> str:
+        return f"checkpoint of {trial.trial_id}"
 
 
 def judged(tmp_path: Path, name: str, *results: tuple[str, float, float | None], epochs: int = 9) -> list[str]:
@@ -53,6 +67,40 @@ def test_a_trial_that_has_come_to_its_end_is_not_given_up(tmp_path: Path) -> Non
     ends = [(word, 9.0, 0.9) for word in "abc"] + [("bad", 9.0, 0.1)]
     assert judged(tmp_path, "asha", *ends) == [TrialScheduler.CONTINUE] * 4
     assert judged(tmp_path, "asha", *ends, epochs=10)[-1] == TrialScheduler.STOP
+
+
+def population_of_two(tmp_path: Path) -> tuple[Population, Any, list[Trial]]:
+    population = Population(space_of(tmp_path, "lr: {uniform: [0.01, 0.02]}"), Config(), 1.0, Interrupt())
+    population.set_search_properties("val/accuracy", "max")
+    trials = [Trial("__fake", stub=True, trial_id=name, config={"number": 0, "lr": 0.01}) for name in "ab"]
+    controller: Any = Controller(*trials)
+    for trial in trials:
+        population.on_trial_add(controller, trial)
+        trial.set_status(Trial.RUNNING)
+    return population, controller, trials
+
+
+def test_a_trial_goes_on_from_a_better_one_and_not_from_an_equal(tmp_path: Path) -> None:
+    population, controller, (first, second) = population_of_two(tmp_path)
+    for at, accuracy in ((1.0, 0.9), (2.0, 0.9)):
+        for trial in (first, second):
+            population.on_trial_result(controller, trial, {"epochs": at, "val/accuracy": accuracy})
+    assert (first.status, second.status) == (Trial.RUNNING, Trial.RUNNING)
+    population.on_trial_result(controller, second, {"epochs": 3.0, "val/accuracy": 0.95})
+    population.on_trial_result(controller, first, {"epochs": 3.0, "val/accuracy": 0.9})
+    assert (first.status, second.status) == (Trial.PAUSED, Trial.RUNNING)
+    manager: Any = first.run_metadata.checkpoint_manager
+    assert manager._latest_checkpoint_result.checkpoint == "checkpoint of b"
+
+
+def test_of_those_that_are_equally_far_the_one_that_waited_longest_goes_on(tmp_path: Path) -> None:
+    """Else one that goes on from another one's checkpoint, again and again, would never let that one go on."""
+    population, controller, (first, second) = population_of_two(tmp_path)
+    for at, trial, accuracy in ((1.0, first, 0.1), (1.0, second, 0.9), (2.0, first, 0.1)):
+        population.on_trial_result(controller, trial, {"epochs": at, "val/accuracy": accuracy})
+    assert first.status == Trial.PAUSED  # it is where the second one is
+    second.set_status(Trial.PAUSED)
+    assert population.choose_trial_to_run(controller) is second
 
 
 def test_a_clone_stays_itself_and_within_the_space(tmp_path: Path) -> None:

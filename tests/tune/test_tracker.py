@@ -1,11 +1,13 @@
 """The Tracker of a sweep, and its records in MLflow."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from app.config import Config
 from app.deliver import main as deliver
+from tests.test_tracking import wait_for
 from tests.tune.test_space import space_of
 from tune.spec import Options, open_sweep
 from tune.tracker import PARENT, SweepTracker
@@ -35,3 +37,30 @@ def test_what_is_left_over_of_a_sweep_is_delivered_by_hand(tmp_path: Path, capsy
     assert (nested.data.params["lr"], nested.data.metrics["val/accuracy"]) == ("0.1", 0.5)
     assert nested.info.status == "KILLED"
     assert f"run {found['s'].info.run_id}" in capsys.readouterr().out
+
+
+def deliveries() -> int:
+    return sum(thread.name == "delivery" for thread in threading.enumerate())
+
+
+@pytest.mark.filterwarnings("ignore")  # mlflow's own
+def test_trials_that_have_ended_hold_nothing_open(tmp_path: Path) -> None:
+    uri, root = f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path / "s")
+    before = deliveries()
+    tracker = SweepTracker(f"{root}/tracking", root, uri, "evenkeel", "s")
+    tracker.call(PARENT, "begin", {}, {}, "")
+    for number in range(3):
+        tracker.call(f"trial-{number:04d}", "begin", {"lr": "0.1"}, {}, "")
+        tracker.call(f"trial-{number:04d}", "finish", "FINISHED", None)
+        wait_for(lambda: tracker.delivery_state().all_sent)
+    wait_for(lambda: deliveries() == before + 2)
+    assert list(tracker._trials) == ["trial-0002"]
+    # What comes later is delivered all the same.
+    tracker.call("trial-0000", "tags", {"trial_status": "finished"})
+    wait_for(lambda: tracker.delivery_state().all_sent)
+    import mlflow
+
+    client = mlflow.MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("evenkeel").experiment_id])  # type: ignore[union-attr]  # it is there
+    first = next(run for run in runs if run.info.run_name == "trial-0000")
+    assert (len(runs), first.data.tags["trial_status"], first.info.status) == (4, "finished", "FINISHED")

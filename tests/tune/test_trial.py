@@ -125,6 +125,18 @@ def test_a_trial_whose_process_died_tells_what_it_had_told(task: Task, trial: Ma
     assert results[-1]["outcome"]["status"] == "finished"
 
 
+def test_what_a_population_had_recorded_and_not_told_is_told(task: Task, trial: Make) -> None:
+    task = replace(task, mutates=True)
+    first = trial(task, 0, lr=0.02)
+    seen = [first.step()["validation"] for _ in range(2)]
+    first.cleanup()
+    again = trial(replace(task, past={0: Trial(0, {"lr": 0.02}, "killed", seen[:1])}), 0, lr=0.02)
+    results = [again.step() for _ in range(3)]
+    assert results[0]["validation"] == seen[1]
+    assert [result["validation"]["step"] for result in results] == [12, 18, 18]
+    assert results[-1]["outcome"]["status"] == "finished"
+
+
 def test_settings_that_cannot_work_fail_that_trial(task: Task, trial: Make) -> None:
     broken = trial(replace(task, base=task.base | {"model": "tests.common:NoSuchNet"}), 0, lr=0.02).step()
     assert broken["done"]
