@@ -40,6 +40,7 @@ class Target:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # with the password that is in it
         import logging
 
         import mlflow

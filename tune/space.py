@@ -118,8 +118,10 @@ class Space:
         found: dict[str, Value] = {}
         for dimension in self.dimensions:
             if all(found.get(name, getattr(base, name)) in values for name, values in dimension.when.items()):
-                given = point is not None and dimension.name in point
-                found[dimension.name] = point[dimension.name] if given else dimension.draw(draw)  # type: ignore[index]
+                if point is not None and dimension.name in point:
+                    found[dimension.name] = point[dimension.name]
+                else:
+                    found[dimension.name] = dimension.draw(draw)
         return found
 
 
