@@ -13,13 +13,15 @@ from typing import Any, cast
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from app.cluster import Cluster
 from app.config import Config
 from app.interrupt import Interrupt
+from app.loopback import OnLoopback
+from app.nodes import look_here
 from app.places import Places, draining_nodes
 from app.progress import LOOK_EVERY_S, Display
 from app.tracking import Progress
@@ -27,6 +29,8 @@ from app.worker import Outcome, train_loop_per_worker
 
 # How often the cluster is asked for nodes that are to go, and for more places.
 CLUSTER_EVERY_S = 1.0
+# Ranks wait for each other's data to be fetched, without a step that the watchdog could miss.
+SET_UP_S = 4 * 3600
 LESS_MEMORY = "lower --batch-size or --in-memory-mb, raise --grad-accumulation, or use fewer workers on a node"
 
 
@@ -124,12 +128,18 @@ def attempt(
     """
     trainer = TorchTrainer(
         train_loop_per_worker,
-        train_loop_config={"config": config.model_dump(), "tracker": tracker},
+        train_loop_config={
+            "config": config.model_dump(),
+            "tracker": tracker,
+            "here": None if cluster.is_own else look_here(config),
+        },
         scaling_config=ScalingConfig(
             num_workers=num_workers,
             use_gpu=cluster.use_gpu,
             resources_per_worker=resources_per_worker(config, cluster),
+            placement_strategy="SPREAD",  # over the nodes: each one's memory and disks serve fewer workers
         ),
+        torch_config=(OnLoopback if cluster.is_own else TorchConfig)(timeout_s=SET_UP_S),
         # Checkpoints are ours (checkpoint.py), so Ray has no record of them that could be damaged or
         # contradict what lies in the run's folder.
         run_config=RunConfig(

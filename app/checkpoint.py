@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -134,10 +135,11 @@ class CheckpointWriter:
         config: Config,
         info: DataInfo,
         before_publish: Callable[[], None] = lambda: None,
+        saved: Callable[[int, float], None] = lambda step, seconds: None,
         enabled: bool = True,
     ):
         self._storage, self._config, self._info = storage, config, info
-        self._before_publish, self._enabled = before_publish, enabled
+        self._before_publish, self._saved, self._enabled = before_publish, saved, enabled
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -185,7 +187,7 @@ class CheckpointWriter:
     def _write(
         self, step: int, best_step: int, weights: Any, parameters: set[str], trainer: Any, state: dict[str, Any]
     ) -> None:
-        folder = None
+        folder, began = None, time.perf_counter()
         try:
             for name, tensor in weights.items():
                 if trouble := of_no_use(tensor, tensor.is_floating_point(), name in parameters):
@@ -195,6 +197,7 @@ class CheckpointWriter:
             self._before_publish()
             self._storage.put_folder(folder, checkpoint_name(step), last=MANIFEST)
             self._prune(checkpoint_name(best_step))
+            self._saved(step, time.perf_counter() - began)
         except Exception as error:  # handed to the training thread, which raises it
             traceback.print_exc()
             self._error = error

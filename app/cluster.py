@@ -19,11 +19,12 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the run gets: use_gpu is --device auto decided; notes are for the person."""
+    """What the run gets: use_gpu is --device auto decided; notes are for the person; is_own: Ray ends with the run."""
 
     use_gpu: bool
     num_nodes: int
     notes: tuple[str, ...]
+    is_own: bool = False
 
 
 @contextlib.contextmanager
@@ -44,7 +45,8 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
             # People try DDP on laptops: slower, and the same numbers.
             notes.append(f"{config.min_workers} workers share {cores} CPU cores: slower than on as many cores")
         try:
-            ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
+            with without_mlflow_passwords():
+                ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
         except Exception as error:  # a bare one, where a machine has no time or no memory left for it
             raise TrainingFailed(f"Ray did not start on this machine: {error}") from error
     elif address is not None and not already_connected:
@@ -65,11 +67,24 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
         use_gpu = check_fits(config)
         if not use_gpu and config.device == "auto" and (gpus := ray.cluster_resources().get("GPU", 0)):
             notes.append(f"{gpus:g} GPUs are too few for {config.min_workers} workers: training on CPUs")
-        yield Cluster(use_gpu, sum(node["Alive"] for node in ray.nodes()), tuple(notes))
+        num_nodes = sum(node["Alive"] for node in ray.nodes())
+        yield Cluster(use_gpu, num_nodes, tuple(notes), is_own=address is None and not already_connected)
     finally:
         if not already_connected:
             ray.shutdown()
             messages.print_to_stdstream = print_messages
+
+
+@contextlib.contextmanager
+def without_mlflow_passwords() -> Iterator[None]:
+    """Ray's processes keep the environment that Ray is started in. Of this one only the Tracker needs MLflow's."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
+    for name in own:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(own)
 
 
 def runtime_env(modules: list[str]) -> dict[str, Any]:
@@ -91,10 +106,13 @@ def set_environment() -> None:
         "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",  # else it refuses a job with modules of its own, see runtime_env()
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # attempts.py watches: Ray's is an actor, heard through a barrier
     }
-    if "RAY_ADDRESS" not in os.environ:
+    if "RAY_ADDRESS" in os.environ:
+        settings["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "1"  # the dashboard's Train view
+    else:
         settings |= {
             "RAY_TRAIN_METRICS_ENABLED": "0",  # nothing scrapes them
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a Ray of one machine listens on loopback, as it does there
         }
     for name, value in settings.items():
         os.environ.setdefault(name, value)

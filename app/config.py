@@ -39,6 +39,7 @@ DATASETS = (
     "synthetic",
     "text",
     "stdlib-docs",
+    "parquet",
 )
 TEXT_DATASETS = ("text", "stdlib-docs")
 WITHOUT_FILES = ("digits", "synthetic", "stdlib-docs")
@@ -125,7 +126,14 @@ class Config(BaseModel):
     data_dir: str | None = setting(
         None,
         "data",
-        "Where the data lies: a folder, or for text a table. Default for the torchvision data sets: data.",
+        "Where the data lies: a folder, or for text a table; a path, or a URI such as s3://bucket/images, of which "
+        "each node makes a copy. Default for the torchvision data sets: data.",
+        effect="free",
+    )
+    cache_dir: str | None = setting(
+        None,
+        "data",
+        "Where a node keeps its copies of data at a URI. Default: ~/.cache/evenkeel.",
         effect="free",
     )
     download: bool = setting(
@@ -143,8 +151,20 @@ class Config(BaseModel):
     synthetic_samples: int | None = setting(
         None, "data", "Training samples of the synthetic data set. Default: 10000.", ge=10
     )
+    image_column: str | None = setting(
+        None,
+        "data",
+        "Of dataset parquet: the column with images, as the bytes of their files. Default: all columns of numbers.",
+        min_length=1,
+    )
+    lanes: int = setting(
+        16,
+        "data",
+        "Of dataset parquet: row groups that are read at a time, over all workers; a batch is drawn from all of them.",
+        ge=1,
+    )
     text_column: str = setting("text", "data", "Of dataset text: the column of the texts.", min_length=1)
-    label_column: str = setting("label", "data", "Of dataset text: the column of the classes.", min_length=1)
+    label_column: str = setting("label", "data", "Of dataset text, parquet: the column of the classes.", min_length=1)
     tokenizer: str = setting(
         "word",
         "data",
@@ -235,6 +255,11 @@ class Config(BaseModel):
     label_smoothing: float = setting(0.0, "training", "Share of the target spread over all classes.", ge=0, lt=1)
     grad_clip: float | None = setting(None, "training", "Largest norm of the gradient. Default: no clipping.", gt=0)
     precision: Literal["fp32", "bf16"] = setting("fp32", "training", "bf16: autocast; weights stay in fp32.")
+    grad_compression: Literal["none", "bf16"] = setting(
+        "none",
+        "training",
+        "bf16: workers exchange gradients in half the bytes, rounded (one worker does not): for slow networks.",
+    )
     channels_last: bool = setting(
         True, "training", "Memory layout of images that convolutions are faster in.", effect="free"
     )
@@ -345,7 +370,11 @@ class Config(BaseModel):
             (self.schedule == "step", "step_factor", "--schedule step"),
             (self.dataset == "synthetic", "synthetic_samples", "--dataset synthetic"),
             (self.dataset == "synthetic", "synthetic_classes", "--dataset synthetic"),
-            (self.dataset in ("synthetic", "image-folder"), "image_channels", "--dataset image-folder or synthetic"),
+            (
+                self.dataset in ("synthetic", "image-folder") or self.image_column is not None,
+                "image_channels",
+                "--dataset image-folder or synthetic, or --image-column",
+            ),
             (self.dataset not in WITHOUT_FILES, "data_dir", "data that is read from files"),
             (self.sampler == "subset", "subset_fraction", "--sampler subset"),
             (self.sampler == "subset", "subset_file", "--sampler subset"),
@@ -354,9 +383,15 @@ class Config(BaseModel):
                 "weight_column",
                 "--sampler weighted and --dataset image-folder or text",
             ),
-            (not of_texts, "image_size", "images"),
+            (
+                not of_texts and (self.dataset != "parquet" or self.image_column is not None),
+                "image_size",
+                "images",
+            ),
+            (self.dataset == "parquet", "image_column", "--dataset parquet"),
+            (self.dataset == "parquet", "lanes", "--dataset parquet"),
             (self.dataset == "text", "text_column", "--dataset text"),
-            (self.dataset == "text", "label_column", "--dataset text"),
+            (self.dataset in ("text", "parquet"), "label_column", "--dataset text or parquet"),
             (of_texts, "tokenizer", "texts"),
             (of_texts and self.tokenizer in TOKENIZERS, "vocab_size", f"--tokenizer {' or '.join(TOKENIZERS)}"),
             (of_texts, "max_length", "texts"),
@@ -377,10 +412,11 @@ class Config(BaseModel):
             raise BadInput(
                 f"--model {self.model} reads texts, and --dataset {self.dataset} has images: change one of them"
             )
-        if self.max_bad_samples and self.dataset != "image-folder" and not CALLABLE.fullmatch(self.dataset):
+        skips = self.dataset == "image-folder" or self.image_column is not None or CALLABLE.fullmatch(self.dataset)
+        if self.max_bad_samples and not skips:
             raise BadInput(
-                f"--max-bad-samples {self.max_bad_samples} has an effect only with --dataset image-folder "
-                "or data of your own: leave it out"
+                f"--max-bad-samples {self.max_bad_samples} has an effect only with --dataset image-folder, "
+                "--image-column or data of your own: leave it out"
             )
         if self.weights is not None and not is_weights_path(self.weights) and not self._is_from_torchvision():
             raise BadInput(
@@ -403,7 +439,20 @@ class Config(BaseModel):
             raise BadInput(
                 "--dataset text needs --data-dir, a table or a folder with tables called train, val and test"
             )
+        if self.dataset == "parquet":
+            self._streams_in_order()
         return self
+
+    def _streams_in_order(self) -> None:
+        if self.data_dir is None:
+            raise BadInput("--dataset parquet needs --data-dir, a folder or a URI with folders train and val")
+        if self.sampler not in ("shuffled", "sequential"):
+            raise BadInput(
+                f"--sampler {self.sampler} takes samples from anywhere, and --dataset parquet is read a row group at a "
+                "time: use shuffled or sequential"
+            )
+        if self.image_column is None and (self.augment not in ("auto", "none") or self.mixup or self.cutmix):
+            raise BadInput("--augment, --mixup and --cutmix change images: give --image-column, or leave them out")
 
     def _texts_are_for_text_models(self) -> None:
         from app.models.names import TEXT_MODELS

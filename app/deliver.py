@@ -5,15 +5,18 @@ Used by a run's Tracker all the time, and by a person for what is left over.
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from app.spool import SENT, SPOOL, read_records, sent_offset
-from app.storage import Storage
+from app.storage import Storage, credentials_in, without_credentials
 
 RUN = "mlflow.json"
+PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
+ANSWER_S = 3.0
 
 
 class Target:
@@ -62,10 +65,12 @@ class Target:
             self._noted = True
         return client, self.run_id
 
-    def without_password(self, text: str) -> str:
-        """MLflow's errors name the URI with all that is in it."""
-        user = urlsplit(self.uri).netloc.rpartition("@")[0]
-        return text.replace(user + "@", "") if user else text
+    def reason(self, error: Exception) -> str:
+        """An error in a line. MLflow's name the URI with all that is in it; a proxy's may be a page of HTML."""
+        text = str(error).strip()
+        for found in credentials_in(self.uri):
+            text = text.replace(found.rstrip("&"), "")
+        return (text.splitlines() or [type(error).__name__])[0][:300]
 
     def _experiment_id(self, client: Any) -> str:
         import mlflow.exceptions
@@ -86,10 +91,48 @@ class Target:
             return found.experiment_id
 
 
-def without_credentials(uri: str) -> str:
-    """The URI without user and password."""
-    parts = urlsplit(uri)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])) if "@" in parts.netloc else uri
+def server_problem(uri: str) -> str | None:
+    """Why the tracking server does not answer; None if it does, or if there is none to ask."""
+    scheme = uri.partition("://")[0].partition("+")[0]
+    if scheme not in PORTS:
+        return None
+    try:
+        parts = urlsplit(uri)
+        port = parts.port or PORTS[scheme]
+        address = parts._replace(netloc=parts.netloc.rpartition("@")[2], path=parts.path.rstrip("/") + "/health")
+    except ValueError:  # whose words may have a part of a password
+        return f"{scheme}://...: its host and port cannot be read; give {scheme}://HOST:PORT"
+    if parts.hostname is None:
+        return None  # a database's, in a socket that its driver knows
+    shown = f"{parts.hostname}:{port}"
+    if scheme in ("http", "https"):
+        import requests
+
+        try:
+            answer = requests.get(address.geturl(), timeout=ANSWER_S, verify=_certificates())
+        except requests.RequestException as error:
+            return f"{shown} does not answer ({type(error).__name__})"
+        # Others say that it is there: whether a password is right is found out when the first record is sent.
+        return f"{shown} answers with {answer.status_code} {answer.reason}" if answer.status_code >= 500 else None
+    try:
+        socket.create_connection((parts.hostname, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        return f"{shown} does not answer ({error})"
+    return None
+
+
+def _certificates() -> bool | str:
+    """What MLflow's client verifies servers by."""
+    if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1"):
+        return False
+    return os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or True
+
+
+def mlflow_environment() -> dict[str, str]:
+    """What MLflow's client goes by, passwords among it, for a process that is no child of this one."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
+    own.pop("MLFLOW_TRACKING_URI", None)  # which the config decides
+    return own
 
 
 def _exists(client: Any, run_id: str) -> bool:
@@ -118,7 +161,7 @@ def deliver(directory: Path, target: Target, event: Callable[[str], None] = prin
             _send(client, run_id, directory, records)
         except Exception as error:  # MLflow's, or from drawing a picture, or torch.export's
             client.get_run(run_id)  # raises if it is the server that is not there: then all is tried again
-            reason = target.without_password(str(error))
+            reason = target.reason(error)
             event(f"MLflow did not take a record of kind {records[0]['kind']}, kept in {directory / SPOOL}: {reason}")
         _note_sent(directory, position)
 
@@ -205,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         for spool, part in parts:
             deliver(spool, part)
     except Exception as error:
-        reason = target.without_password(str(error))
+        reason = target.reason(error)
         raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {reason}") from None
     print(f"delivered to {target.name}, run {target.run_id}")
     return 0

@@ -16,6 +16,7 @@ from app.config import Config
 from app.errors import BadInput
 from app.metrics import Evaluation
 from app.runs import absolute
+from app.storage import refuse_secrets
 from app.user_code import import_own
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class Command(BaseModel):
     num_workers: int = Field(1, description="Processes to share the samples out over, on Ray if more than 1.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU where there is one.")
     data_dir: str | None = Field(None, description="Where the data lies now, if not where it was trained on.")
+    cache_dir: str | None = Field(
+        None, description="Where a node keeps its copies of data at a URI. Default: ~/.cache/evenkeel."
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     from app.data.datasets import check_data
     from app.trained import load_trained
 
-    trained = load_trained(command.checkpoint, command.config)
+    trained = load_trained(command.checkpoint, command.config, command.cache_dir)
     import_own(trained.config)
     config = trained.config
     data_dir = absolute(command.data_dir) if command.data_dir is not None else config.data_dir
@@ -69,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def to_evaluate(config: Config, data_dir: str | None) -> Config:
     """A run's settings, with the data where it is now and without what only the order of training needs."""
+    refuse_secrets("--data-dir", data_dir or "")
     changes: dict[str, object] = {"data_dir": data_dir, "weight_column": None, "subset_file": None, "drop_last": False}
     if config.sampler != "aspect-grouped":  # which decides the images' shapes too
         changes["sampler"] = "shuffled"

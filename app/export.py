@@ -58,6 +58,9 @@ class Command(BaseModel):
     overwrite: bool = Field(False, description="Replace the file if it is there.")
     config: str | None = Field(None, description="YAML file with the settings of a file of weights.")
     data_dir: str | None = Field(None, description="Where the data lies now, if not where it was trained on.")
+    cache_dir: str | None = Field(
+        None, description="Where a node keeps its copies of data at a URI. Default: ~/.cache/evenkeel."
+    )
     num_samples: int = Field(64, description="Samples to compare on, of test, or of val where there is no test.")
 
 
@@ -91,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     from app.evaluate import to_evaluate
     from app.trained import load_trained
 
-    trained = load_trained(command.checkpoint, command.config)
+    trained = load_trained(command.checkpoint, command.config, command.cache_dir)
     import_own(trained.config)
     data_dir = absolute(command.data_dir) if command.data_dir is not None else trained.config.data_dir
     config = to_evaluate(trained.config, data_dir)

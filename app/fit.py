@@ -15,10 +15,11 @@ from app.cluster import Cluster, connected, set_environment
 from app.config import Config
 from app.config_file import to_yaml
 from app.data.datasets import check_data
-from app.deliver import Target, deliver, without_credentials
+from app.deliver import Target, deliver, mlflow_environment
 from app.errors import BadInput, TrainingFailed
 from app.interrupt import Interrupt
 from app.lock import held
+from app.nodes import look_around
 from app.progress import LOOK_EVERY_S, Display
 from app.runs import (
     LENGTH_DEPENDENT_SCHEDULES,
@@ -37,6 +38,7 @@ from app.runs import (
     write_run,
 )
 from app.spool import Spool
+from app.storage import without_credentials
 from app.tracking import DeliveryState, Tracker
 from app.user_code import import_own
 
@@ -79,8 +81,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
         interrupt.listen()
         if done := finished_before(config, display):  # by the job that held its name until now
             return done, 0
-        for note in cluster.notes:
-            display.event(note)
+        look_around(config, cluster, tracking_uri, display.event)
         forget_if_not_begun(config)
         begin(config, found.tokenizer)
         tracker = start_tracker(config, tracking_uri)
@@ -140,7 +141,8 @@ def close_without_tracker(config: Config, tracking_uri: str | None) -> None:
 def start_tracker(config: Config, tracking_uri: str | None) -> Any:
     """The run's Tracker as an actor."""
     root = run_storage(config).root
-    return actor_here(Tracker, str(tracking_directory(root)), root, tracking_uri, config.experiment, config.run_name)
+    where = (str(tracking_directory(root)), root, tracking_uri, config.experiment, config.run_name)
+    return actor_here(Tracker, *where, mlflow_environment())
 
 
 def actor_here(actor_class: type, *arguments: Any) -> Any:

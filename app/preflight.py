@@ -8,12 +8,15 @@ from app.cluster import connected
 from app.config import Config
 from app.data.datasets import check_data, load_splits
 from app.data.sampling import build_order, build_schedule
+from app.deliver import server_problem
 from app.distributed import World
 from app.errors import BadInput
 from app.loop import inputs_in_layout
 from app.models.build import preprocessing
+from app.nodes import inspect_nodes, print_nodes, told
 from app.runs import open_run, run_storage, tokenizer_to_go_on_with
 from app.setup import build_network, training_loader
+from app.storage import without_credentials
 from app.user_code import import_own, told_as_bad_input
 
 
@@ -41,8 +44,16 @@ def check(config: Config, verbose: bool) -> int:
     print(f"ok  model: {config.model}, {count:,} parameters, loss {loss.item():.4f} on a batch of {len(batch['ids'])}")
     print(f"ok  length: {schedule.total_steps:,} steps, {schedule.steps_per_epoch:,} an epoch")
 
+    if problem := server_problem(str(config.tracking_uri)):
+        raise BadInput(f"--tracking-uri: {problem}; start it, or train without it: records are delivered later")
+    uri = without_credentials(str(config.tracking_uri))
+    print(f"ok  tracking: {'no records' if uri == 'none' else f'records go to {uri}'}")
     with connected(config, verbose) as cluster:
         device = "cuda" if cluster.use_gpu else "cpu"
+        nodes = inspect_nodes(config)
+        print_nodes(nodes.nodes)
+        if nodes.problems:
+            raise BadInput(told(nodes.problems))
         print(f"ok  cluster: {config.num_workers} workers on {cluster.num_nodes} nodes, device {device}")
         for note in cluster.notes:
             print(f"    note: {note}")

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 import psutil
 import ray
+from ray.util.metrics import Gauge
 
 from app.data.loader import Batch
 from app.data.sampling import Schedule
@@ -23,12 +24,27 @@ from app.watchdog import Watchdog
 STOP_POLL_S = 0.5
 LIVE_EVERY_S = 0.5
 SYSTEM_EVERY_S = 5.0
+# What Prometheus gets from Ray, with the run's name as a label: docs/observability.md has queries.
+GAUGES = {
+    "perf/samples_per_s": ("evenkeel_samples_per_s", "Training samples in a second, over all workers."),
+    "perf/step_s": ("evenkeel_step_s", "Seconds of a step, data included."),
+    "perf/data_wait_share": ("evenkeel_data_wait_share", "Share of a step that waits for data, 0 to 1."),
+    "perf/checkpoint_s": (
+        "evenkeel_checkpoint_s",
+        "Seconds that writing the last checkpoint took, beside the training.",
+    ),
+}
 
 
 class Reporter:
-    def __init__(self, tracker: Any, world: World, node_rank: int, local_rank: int, hang_timeout_s: float):
+    def __init__(
+        self, tracker: Any, run_name: str, world: World, node_rank: int, local_rank: int, hang_timeout_s: float
+    ):
         self._tracker, self._node_rank, self._local_rank = tracker, node_rank, local_rank
         self.is_rank_zero = world.rank == 0
+        self._gauges = {
+            key: Gauge(*GAUGES[key], tag_keys=("run",)).set_default_tags({"run": run_name}) for key in GAUGES
+        }
         self._watchdog = Watchdog(hang_timeout_s, f"rank {world.rank}", self._hung)
         self._live_at = 0.0
         self._metrics: dict[str, float] = {}
@@ -67,6 +83,12 @@ class Reporter:
         if self.is_rank_zero:
             self._tracker.metrics.remote(step, values)
             self._metrics.update(values)
+            for name in GAUGES.keys() & values.keys():
+                self._gauges[name].set(values[name])
+
+    def saved(self, step: int, seconds: float) -> None:
+        """A checkpoint, and how long it took beside the training."""
+        self.metrics(step, {"perf/checkpoint_s": seconds})
 
     def live(self, step: int, schedule: Schedule, now: bool) -> None:
         """Where the run stands, for the terminal; not more often than it is looked at, unless now."""

@@ -9,7 +9,6 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from app.config import (
     TEXT_DATASETS,
@@ -23,7 +22,7 @@ from app.config import (
     is_weights_path,
 )
 from app.errors import BadInput
-from app.storage import Storage
+from app.storage import Storage, refuse_secrets, without_credentials
 
 RUN, TOKENIZER, SWEEP = "run.json", "tokenizer.json", "sweep.json"
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -67,6 +66,9 @@ class Run:
 
 def resolved(config: Config) -> Config:
     """The config with a run name, and with paths that mean the same in every process."""
+    for name, value in config:
+        if name != "tracking_uri":  # which is written down without them
+            refuse_secrets(flag(name), str(value))
     data_dir, weights = config.data_dir, config.weights
     if data_dir is not None:
         data_dir = absolute(data_dir)
@@ -87,13 +89,12 @@ def resolved(config: Config) -> Config:
             raise BadInput(f"--weights {config.weights}: no such file")
     tokenizer = config.tokenizer if config.tokenizer in TOKENIZERS else absolute(config.tokenizer)
     subset_file = os.path.abspath(os.path.expanduser(config.subset_file)) if config.subset_file else None
-    if "@" in urlsplit(config.output_dir).netloc:
-        raise BadInput("--output-dir has a user or password in it: leave them to the environment of the nodes")
     return config.model_copy(
         update={
             "run_name": config.run_name or generated_name(config),
             "output_dir": absolute(config.output_dir),
             "data_dir": data_dir,
+            "cache_dir": absolute(config.cache_dir) if config.cache_dir else None,
             "weights": weights,
             "tokenizer": tokenizer,
             "subset_file": subset_file,
@@ -195,6 +196,7 @@ def find_checkpoint(given: str) -> str:
     """The folder of the checkpoint that a person means by a run, its name, or a checkpoint."""
     if ".." in given.replace("\\", "/").split("/"):
         raise BadInput(f"{given}: name the run or the checkpoint by a path without '..'")
+    refuse_secrets(without_credentials(given), given)
     root = given.rstrip("/") if "://" in given else os.path.abspath(given)
     for path in (root, os.path.abspath(os.path.join("runs", given))):
         storage = Storage(path)
@@ -233,7 +235,13 @@ def open_run(config: Config) -> Run:
     would change the result of the run that has this name. One without a checkpoint never began: its
     name is free for any config.
     """
-    if SWEEP in run_storage(config).names(""):
+    import pyarrow
+
+    try:
+        files = run_storage(config).names("")
+    except (OSError, pyarrow.ArrowException) as error:
+        raise BadInput(f"--output-dir {config.output_dir} cannot be read: {error}") from None
+    if SWEEP in files:
         raise BadInput(f"--run-name {config.run_name}: {run_storage(config).root} is a sweep's; choose another name")
     known, names = read_run(run_storage(config)), checkpoint_names(checkpoint_storage(config))
     if not names:

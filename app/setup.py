@@ -92,6 +92,14 @@ def ddp_options(config: Config) -> dict[str, Any]:
     return {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
 
 
+def compress_gradients(model: nn.Module, config: Config) -> None:
+    """Have DistributedDataParallel exchange gradients as --grad-compression says; one worker exchanges none."""
+    if config.grad_compression == "bf16" and isinstance(model, nn.parallel.DistributedDataParallel):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        model.register_comm_hook(None, bf16_compress_hook)
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load its state, in the memory layout of the parameters; its settings stay (a sweep may change them).
 
@@ -147,4 +155,11 @@ def _reading(config: Config, samples: SampleSet, device: torch.device) -> dict[s
     if num_workers is None:
         num_workers = 0 if samples.in_memory else 2
     pin_memory, skip_unreadable = device.type == "cuda", config.max_bad_samples > 0
-    return {"num_workers": num_workers, "pin_memory": pin_memory, "skip_unreadable": skip_unreadable}
+    # The clients of object stores do not survive a fork.
+    streamed = config.dataset == "parquet" and "://" in str(config.data_dir)
+    return {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "skip_unreadable": skip_unreadable,
+        "start_method": "spawn" if streamed else None,
+    }

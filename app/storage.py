@@ -6,6 +6,7 @@ Object stores cannot rename folders: there a checkpoint's manifest, written last
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -13,6 +14,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.errors import BadInput
+
+# In a URI: user and password, and parameters that are as secret.
+CREDENTIALS = re.compile(
+    r"(?<=://)[^/?#]*@|(?<=[?&])"
+    r"(?:[^=&]*(?:pass|passwd|password|pwd|secret|token|sig|signature|(?:access|account|api|private).?key)="
+    r"|odbc_connect=[^&]*(?:pwd|password))[^&]*&?",
+    re.IGNORECASE,
+)
+
+
+def credentials_in(uri: str) -> list[str]:
+    return CREDENTIALS.findall(uri) if "://" in uri else []
+
+
+def without_credentials(uri: str) -> str:
+    return CREDENTIALS.sub("", uri).rstrip("?&") if credentials_in(uri) else uri
+
+
+def refuse_secrets(name: str, uri: str) -> None:
+    """Raise BadInput for a URI with a password or a key in it."""
+    # A user alone is none: abfss://CONTAINER@ACCOUNT.dfs.core.windows.net
+    if any(":" in found or "=" in found for found in credentials_in(uri)):
+        raise BadInput(
+            f"{name} has a password or a key in it, which would be written down: leave it out, and give it in the "
+            "environment of the nodes: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3, "
+            "GOOGLE_APPLICATION_CREDENTIALS for gs, AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET for abfss"
+        )
 
 
 class Storage:
@@ -25,12 +53,11 @@ class Storage:
 
     def _remote(self):  # a pyarrow FileSystem: imported where it is needed
         if self._filesystem is None:
-            import pyarrow
             from pyarrow.fs import FileSystem
 
             try:
                 self._filesystem, self._base = FileSystem.from_uri(self.root)
-            except (pyarrow.ArrowInvalid, OSError) as error:
+            except (ValueError, ImportError, OSError) as error:
                 raise BadInput(f"--output-dir {self.root}: {error}") from None
         return self._filesystem
 
@@ -127,15 +154,31 @@ class Storage:
         else:
             self._remote().delete_dir(f"{self._base}/{path}")
 
-    def check_writable(self) -> None:
-        """Raise BadInput if nothing can be written here."""
+    @contextlib.contextmanager
+    def temporary(self, path: str, data: bytes) -> Iterator[None]:
+        """A file that is gone afterwards, and so is the root if it was made for it. Raises BadInput."""
         try:
             existed = self.local is not None and self.local.exists()
-            self.write(".writable", b"")
-            self.delete(".writable")
-            if self.local and not existed:
-                self.local.rmdir()
+            self.write(path, data)
         except OSError as error:
             raise BadInput(
                 f"--output-dir: {self.root} cannot be written to ({error.strerror or error}); choose another one"
             ) from None
+        try:
+            yield
+        finally:
+            try:
+                self.delete(path)
+            except OSError as error:
+                raise BadInput(
+                    f"--output-dir: {self.uri(path)} cannot be deleted ({error.strerror or error}), and a run deletes "
+                    "its old checkpoints; allow it, or choose another one"
+                ) from None
+            if self.local and not existed:
+                with contextlib.suppress(OSError):  # somebody else has put something there
+                    self.local.rmdir()
+
+    def check_writable(self) -> None:
+        """Raise BadInput if nothing can be written or deleted here."""
+        with self.temporary(f".writable-{uuid.uuid4().hex[:8]}", b""):
+            pass

@@ -6,6 +6,7 @@ was resized stays one MLflow run without a repeated step. Workers never import M
 seconds and up to 1 GB in each.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -67,7 +68,8 @@ class Tracker:
     """Records, live progress and the stop flag of one run; a zero-CPU actor beside the driver.
 
     Its methods are short and run one at a time, in the order of the caller: slow things are the
-    delivery thread's. tracking_uri None: everything but MLflow. parent: of a nested run.
+    delivery thread's. tracking_uri None: everything but MLflow. environment: MLflow's, of the driver. parent: of a
+    nested run.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Tracker:
         tracking_uri: str | None,
         experiment: str,
         run_name: str,
+        environment: dict[str, str] | None = None,
         parent: Target | None = None,
     ):
+        os.environ.update(environment or {})
         self._spool = Spool(Path(directory))
         self._live: Live | None = None
         self._nodes: set[str] = set()
@@ -296,7 +300,7 @@ class Delivery:
                 self._error = ""
                 pause = BATCH_S
             except Exception as error:  # whatever a server that is not ours does: said, and tried again
-                reason = self._target.without_password(str(error)) or type(error).__name__
+                reason = self._target.reason(error)
                 if not self._error:
                     self._event(f"MLflow at {self._target.name} cannot be reached; the records are kept: {reason}")
                 self._error = reason

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 
 from app.cli import parse_config, run_main
 from app.config_file import to_yaml
-from app.deliver import without_credentials
 from app.runs import Summary, resolved
+from app.storage import without_credentials
 
 
 class Command(BaseModel):

@@ -13,7 +13,7 @@ from app.data.datasets import check_data, load_splits
 from app.data.samples import DataInfo
 from app.errors import BadInput
 from app.models.build import build_model, preprocessing
-from app.runs import find_checkpoint, resolved
+from app.runs import absolute, find_checkpoint, resolved
 from app.storage import Storage
 from app.user_code import import_own
 from app.weights import load_weights, load_weights_file
@@ -58,13 +58,14 @@ def device_here(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def load_trained(given: str, config_file: str | None = None) -> Trained:
+def load_trained(given: str, config_file: str | None = None, cache_dir: str | None = None) -> Trained:
     """The network that a person means by a run's folder or name, a checkpoint's folder, or a file of weights.
 
-    config_file: the settings of a file of weights, which has none. Raises BadInput.
+    config_file: the settings of a file of weights, which has none. cache_dir: this machine's; a run's was of
+    where it was trained. Raises BadInput.
     """
     if is_weights_file(given) and not os.path.isdir(os.path.join("runs", given)):
-        return _with_settings(given, config_file)
+        return _with_settings(given, config_file, cache_dir)
     if config_file is not None:
         raise BadInput(
             f"--config {config_file}: {given} is no file of weights ({', '.join(WEIGHTS_SUFFIXES)}); runs and "
@@ -73,10 +74,11 @@ def load_trained(given: str, config_file: str | None = None) -> Trained:
     path = find_checkpoint(given)
     checkpoint = load_checkpoint(Storage(path), "")
     import_own(checkpoint.config, data=False)
-    return Trained(path, checkpoint.config, checkpoint.info, checkpoint.model)
+    config = checkpoint.config.model_copy(update={"cache_dir": absolute(cache_dir) if cache_dir else None})
+    return Trained(path, config, checkpoint.info, checkpoint.model)
 
 
-def _with_settings(weights_file: str, config_file: str | None) -> Trained:
+def _with_settings(weights_file: str, config_file: str | None, cache_dir: str | None) -> Trained:
     """Classes, preprocessing and tokens are those of the data that the settings name, which is read for them."""
     path = os.path.abspath(os.path.expanduser(weights_file))
     weights = load_weights_file(path, path)
@@ -86,6 +88,8 @@ def _with_settings(weights_file: str, config_file: str | None) -> Trained:
             "give the settings they were trained with as --config FILE.yaml"
         )
     values = load_yaml(config_file) | {"weights": None}  # those that training began with are not needed any more
+    if cache_dir is not None:
+        values["cache_dir"] = cache_dir
     try:
         config = resolved(Config.model_validate(values))
     except BadInput as error:

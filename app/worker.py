@@ -26,6 +26,7 @@ from app.errors import BadInput, FailedTogether, NonFiniteLoss, TrainingFailed, 
 from app.loop import Training, evaluate, refuse_unreadable, train
 from app.metrics import Evaluation, Window
 from app.models.build import preprocessing
+from app.nodes import Here, refuse_other_node
 from app.optim import build_optimizer, learning_rate
 from app.reporter import Reporter
 from app.runs import Status, checkpoint_name, checkpoint_storage, stored_tokenizer
@@ -33,6 +34,7 @@ from app.setup import (
     build_ema,
     build_network,
     check_smallest_part,
+    compress_gradients,
     ddp_options,
     evaluation_loader,
     load_optimizer,
@@ -75,14 +77,17 @@ class RefusedTogether(Exception):
 
 
 def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
-    """Train as task["config"] says, reporting to the actor task["tracker"]. Rank 0's Outcome is the run's."""
+    """Train as task["config"] says, reporting to the actor task["tracker"]. Rank 0's Outcome is the run's.
+
+    task["here"]: of a cluster, what must be found on this node too.
+    """
     config, context = Config(**task["config"]), ray.train.get_context()
     place = (current_world(), context.get_node_rank(), context.get_local_rank())
-    with Reporter(task["tracker"], *place, config.hang_timeout_s) as reporter:
+    with Reporter(task["tracker"], str(config.run_name), *place, config.hang_timeout_s) as reporter:
         if failure := reporter.failure():  # of the workers before these, see below
             return Outcome("failed", error=failure[0], exit_code=failure[1])
         try:
-            return run(config, reporter)
+            return run(config, reporter, task.get("here"))
         except RefusedTogether as error:
             return Outcome("failed", error=error.message, exit_code=error.exit_code)
         except (BadInput, TrainingFailed) as error:
@@ -95,12 +100,14 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
             raise
 
 
-def run(config: Config, reporter: Reporter) -> Outcome:
+def run(config: Config, reporter: Reporter, here: Here | None = None) -> Outcome:
     world, device, storage = current_world(), ray.train.torch.get_device(), checkpoint_storage(config)
 
     found = agreed_checkpoint(storage, reporter)
 
     def prepare() -> tuple[Splits, Order, Schedule, Checkpoint | None, torch.nn.Module]:
+        if here is not None:
+            refuse_other_node(config, here)
         set_up_torch(config, device)
         splits = load_splits(config, stored_tokenizer(config))
         order = build_order(config, splits.train.labels, splits.train.facts)
@@ -116,6 +123,7 @@ def run(config: Config, reporter: Reporter) -> Outcome:
     if checkpoint is not None:
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
     model = ray.train.torch.prepare_model(network, parallel_strategy_kwargs=ddp_options(config))
+    compress_gradients(model, config)
     optimizer = build_optimizer(config, list(network.parameters()))
     if checkpoint is not None:
         load_optimizer(optimizer, checkpoint.trainer["optimizer"])
@@ -140,7 +148,8 @@ def run(config: Config, reporter: Reporter) -> Outcome:
     status: Status = "finished"
     error, seen_before, train_seconds = None, position.samples_seen, 0.0
     latest: dict[str, float] = {}
-    with CheckpointWriter(storage, config, splits.info, reporter.flush, enabled=world.rank == 0) as writer:
+    told = (reporter.flush, reporter.saved)
+    with CheckpointWriter(storage, config, splits.info, *told, enabled=world.rank == 0) as writer:
         writer.discard_after(position.step)
         if checkpoint is None:
             writer.save(position, network, optimizer, training.ema)  # there is always one to go back to

@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from app import evaluate, train
 from app.config import Config, flag
+from app.reporter import GAUGES
 from tests.common import DOCS, write_examples
 from tests.tune.test_space import space_of
 from tune import sweep
@@ -50,7 +52,16 @@ def test_the_example_of_a_space_is_one(tmp_path: Path) -> None:
     assert len(space_of(tmp_path, text).dimensions) == 5
 
 
-@pytest.mark.parametrize("page", PAGES)
+def test_the_page_on_prometheus_names_every_gauge() -> None:
+    page = (DOCS / "observability.md").read_text()
+    named = set(re.findall(r"ray_(evenkeel_\w+)", page))
+    assert named == {name for name, _ in GAUGES.values()}
+    metrics = Path(ray.__file__).parent / "dashboard" / "modules" / "reporter" / "reporter_agent.py"
+    for name in set(re.findall(r"ray_(node_\w+)", page)):
+        assert f'"{name}"' in metrics.read_text(), name
+
+
+@pytest.mark.parametrize("page", [*PAGES, "observability.md", "security.md", "scaling.md"])
 def test_readme_links_to_it(page: str) -> None:
     assert f"(docs/{page})" in (ROOT / "README.md").read_text()
 

@@ -86,6 +86,30 @@ def test_data_that_has_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         main([run, "--split", "val", "--data-dir", str(tmp_path / "there")])
 
 
+def test_data_is_copied_to_this_machines_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_images(tmp_path / "here", {"cat": 5, "dog": 5})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    there = tmp_path / "of-the-cluster"
+    trained_run(
+        tmp_path, dataset="image-folder", data_dir=(tmp_path / "here").as_uri(), image_size=8, cache_dir=str(there)
+    )
+    shutil.rmtree(there)
+    run = str(tmp_path / "runs" / "r")
+    assert main([run, "--split", "val"]) == 0
+    assert f"into {tmp_path}/mine/evenkeel/" in capsys.readouterr().out
+    assert main([run, "--split", "val", "--cache-dir", str(tmp_path / "given")]) == 0
+    assert f"into {tmp_path}/given/" in capsys.readouterr().out
+    assert not there.exists()
+
+
+def test_passwords_do_not_belong_into_the_data_dir(tmp_path: Path) -> None:
+    trained_run(tmp_path, **TINY)
+    with pytest.raises(BadInput, match="--data-dir has a password or a key in it"):
+        main([str(tmp_path / "runs" / "r"), "--data-dir", "s3://key:secret@bucket/images"])
+
+
 def test_data_that_is_gone_is_looked_for_before_it_is_read(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for train in (True, False):

@@ -482,12 +482,18 @@ def test_ended_in_the_middle_it_leaves_nothing(tmp_path: Path, number: signal.Si
     run, out = text_run(tmp_path), tmp_path / "out"
     out.mkdir()
     table = write_table(tmp_path / "long.csv", ["word1"] * 300_000)
-    command = subprocess.Popen([*COMMAND, run, str(table), "--output", str(out / "o.csv"), "--batch-size", "1"])
-    while not os.listdir(out):
-        assert command.poll() is None
-        time.sleep(0.01)
-    command.send_signal(number)
-    assert command.wait(60) == code
+    words = [run, str(table), "--output", str(out / "o.csv"), "--batch-size", "1"]
+    # A shell that has started the tests in the background ignores SIGINT, and so would the command.
+    command = subprocess.Popen([*COMMAND, *words], preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    try:
+        while not os.listdir(out):
+            assert command.poll() is None
+            time.sleep(0.01)
+        command.send_signal(number)
+        assert command.wait(60) == code
+    finally:
+        command.kill()
+        command.wait()
     assert os.listdir(out) == []
 
 

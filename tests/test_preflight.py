@@ -49,7 +49,7 @@ def test_a_run_that_can_start(
     assert check(config, verbose=False) == 0
     said = capsys.readouterr().out
     assert [line.split(":")[0] for line in said.splitlines() if line.startswith("ok")] == [
-        f"ok  {subject}" for subject in ("settings", "storage", "data", "model", "length", "cluster")
+        f"ok  {subject}" for subject in ("settings", "storage", "data", "model", "length", "tracking", "cluster")
     ]
     for part in parts:
         assert part in said

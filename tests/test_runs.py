@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from app.config import Config
+from app.config import Config, flag
 from app.data.tokens import train_tokenizer
 from app.errors import BadInput
 from app.runs import (
@@ -13,6 +13,7 @@ from app.runs import (
     Summary,
     checkpoint_names,
     checkpoint_storage,
+    find_checkpoint,
     forget_if_not_begun,
     open_run,
     read_run,
@@ -101,9 +102,51 @@ def test_tracking_that_mlflow_does_not_take(uri: str) -> None:
         resolved(Config(tracking_uri=uri))
 
 
-def test_passwords_do_not_belong_into_the_output_dir() -> None:
-    with pytest.raises(BadInput, match="--output-dir has a user or password in it"):
-        resolved(Config(output_dir="s3://key:secret@bucket/runs"))
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("output_dir", {}),
+        ("data_dir", {"dataset": "image-folder"}),
+        ("data_dir", {"dataset": "my_data:load"}),
+        ("weights", {}),
+        ("tokenizer", {"dataset": "stdlib-docs", "model": "text-lstm"}),
+        ("subset_file", {"sampler": "subset"}),
+    ],
+)
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://key:HIDDEN@bucket/runs",
+        "abfss://container:HIDDEN@account.dfs.core.windows.net/runs",
+        "abfs://:HIDDEN@account/container/runs",
+        "abfss://container@account.dfs.core.windows.net/runs?tenant_id=t&client_id=c&client_secret=HIDDEN",
+        "abfss://container@account.dfs.core.windows.net/runs?sv=2024&sig=HIDDEN",
+        "postgresql://host/db?user=u&password=HIDDEN",
+    ],
+)
+def test_passwords_do_not_belong_into_settings(name: str, settings: dict, uri: str) -> None:
+    with pytest.raises(BadInput, match=f"{flag(name)} has a password or a key in it.*: AWS_ACCESS_KEY_ID") as error:
+        resolved(Config(**{**settings, name: uri}))
+    assert "HIDDEN" not in str(error.value)
+
+
+def test_neither_do_they_belong_into_the_name_of_a_checkpoint() -> None:
+    with pytest.raises(BadInput, match="s3://bucket/runs/r has a password or a key in it"):
+        find_checkpoint("s3://key:HIDDEN@bucket/runs/r")
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "abfss://container@account.dfs.core.windows.net/runs",
+        "abfss://account.dfs.core.windows.net/container?credential_kind=workload_identity&client_id=c",
+        "s3://bucket/runs?region=eu-west-1&endpoint_override=host%3A9000",
+        "/here/a:b@c?token=1",
+        "s3://[bucket/runs",
+    ],
+)
+def test_what_has_no_password_in_it(uri: str) -> None:
+    assert resolved(Config(output_dir=uri)).output_dir == uri
 
 
 def test_a_weights_file_is_looked_for_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

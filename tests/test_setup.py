@@ -12,7 +12,15 @@ from app.data.samples import DataInfo
 from app.data.sampling import Schedule
 from app.errors import BadInput, plain_message
 from app.optim import build_optimizer
-from app.setup import build_network, check_smallest_part, load_optimizer, set_up_torch
+from app.setup import (
+    build_network,
+    check_smallest_part,
+    compress_gradients,
+    ddp_options,
+    load_optimizer,
+    set_up_torch,
+)
+from tests.common import PlainNet, on_ranks
 
 INFO = DataInfo((1, 8, 8), ("a", "b"), (0.5,), (0.25,), 57)
 
@@ -109,3 +117,25 @@ def test_a_message_from_a_loader_process_comes_without_its_traceback() -> None:
     )
     assert plain_message(wrapped) == "a.png is no readable image"
     assert plain_message(BadInput("--lr 0")) == "--lr 0"
+
+
+def gradients(config: Config) -> tuple[torch.Tensor, torch.dtype]:
+    torch.manual_seed(0)
+    network = PlainNet()
+    model = nn.parallel.DistributedDataParallel(network, **ddp_options(config))
+    compress_gradients(model, config)
+    rank = torch.distributed.get_rank()
+    model(torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+    found = torch.cat([parameter.grad.flatten() for parameter in network.parameters() if parameter.grad is not None])
+    return found, found.dtype
+
+
+def test_gradients_are_exchanged_in_bf16() -> None:
+    exact, compressed = (on_ranks(2, gradients, Config(grad_compression=name)) for name in ("none", "bf16"))
+    for ranks in (exact, compressed):
+        assert torch.equal(ranks[0][0], ranks[1][0])
+    found, dtype = compressed[0]
+    assert dtype == torch.float32
+    assert torch.equal(found, found.bfloat16().float())  # what came over the wire
+    assert not torch.equal(found, exact[0][0])
+    torch.testing.assert_close(found, exact[0][0], rtol=2**-6, atol=1e-3)

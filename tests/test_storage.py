@@ -1,5 +1,6 @@
 """The same functions on a disk and at a URI."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,35 @@ def test_writable(storage: Storage) -> None:
     assert storage.names("") == []
 
 
+def test_writable_is_found_out_by_two_at_once(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Storage.write
+
+    def and_meanwhile(self: Storage, path: str, data: bytes) -> None:
+        write(self, path, data)
+        monkeypatch.undo()
+        self.check_writable()
+
+    monkeypatch.setattr(Storage, "write", and_meanwhile)
+    storage.check_writable()
+    assert storage.names("") == []
+
+
+def test_what_cannot_be_deleted(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Storage, path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Storage, "delete", denied)
+    with pytest.raises(BadInput, match=r"--output-dir: .*/r/\.writable-\w+ cannot be deleted \(Permission denied\)"):
+        storage.check_writable()
+
+
 def test_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be written to"):
         Storage(str(tmp_path / "file" / "r")).check_writable()
 
 
-def test_a_uri_that_no_filesystem_knows() -> None:
-    with pytest.raises(BadInput, match="nothing://bucket/runs"):
-        Storage("nothing://bucket/runs").read("x")
+@pytest.mark.parametrize("uri", ["nothing://bucket/runs", "fsspec+nothing://bucket/runs"])
+def test_a_uri_that_no_filesystem_knows(uri: str) -> None:
+    with pytest.raises(BadInput, match=f"--output-dir {re.escape(uri)}"):
+        Storage(uri).read("x")

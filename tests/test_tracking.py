@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from app.deliver import Target, deliver, without_credentials
+from app.deliver import Target, deliver, mlflow_environment
 from app.spool import Spool, read_records
-from app.storage import Storage
+from app.storage import Storage, without_credentials
 from app.tracking import Progress, Tracker, Validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
@@ -34,6 +35,17 @@ def test_a_skipped_sample_is_said_and_recorded_once_also_after_a_restart(tmp_pat
     assert again.progress(0).events == ["skipping a sample: c.png"]
     assert (tmp_path / "bad_samples.txt").read_text().splitlines() == ["a.png is no image", "b.png", "c.png"]
     assert [r["file"] for r, _ in read_records(tmp_path, 0) if r["kind"] == "artifact"] == ["bad_samples.txt"] * 2
+
+
+def test_a_tracker_on_a_cluster_gets_the_drivers_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:password@elsewhere")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "password")
+    environment = mlflow_environment()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")
+    Tracker(str(tmp_path), str(tmp_path), None, "e", "r", environment)
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "password"
+    assert "MLFLOW_TRACKING_URI" not in os.environ
 
 
 def test_a_step_is_recorded_once_also_after_a_restart(tmp_path: Path) -> None:
@@ -283,11 +295,10 @@ def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
 
 
 class Silent(http.server.BaseHTTPRequestHandler):
-    """A server that is not MLflow: answers 503 to everything."""
+    """A server that is not MLflow: answers 503 and a page to everything."""
 
     def do_GET(self) -> None:
-        self.send_response(503)
-        self.end_headers()
+        self.send_error(503)
 
     do_POST = do_GET
 
@@ -310,6 +321,7 @@ def test_an_outage_stops_nothing_is_said_once_and_loses_nothing(tmp_path: Path, 
         assert len(events) == 1
         assert "cannot be reached; the records are kept" in events[0]
         assert "secret" not in events[0]
+        assert len(events[0].splitlines()) == 1
         server.shutdown()
     # Delivered later, elsewhere.
     where = target(database, tmp_path)
@@ -318,8 +330,25 @@ def test_an_outage_stops_nothing_is_said_once_and_loses_nothing(tmp_path: Path, 
     assert history(database, where.run_id, "a") == [(step, float(step)) for step in range(1, 101)]
 
 
-def test_credentials_are_taken_out() -> None:
+def test_credentials_are_taken_out(tmp_path: Path) -> None:
     assert without_credentials("https://me:pw@host:5000/x?y=1") == "https://host:5000/x?y=1"
     assert without_credentials("postgresql://u:p@db/ml") == "postgresql://db/ml"
+    assert without_credentials("postgresql://h/db?user=u&password=p&x=1") == "postgresql://h/db?user=u&x=1"
+    assert without_credentials("postgresql://h/db?sslpassword=p") == "postgresql://h/db"
+    assert without_credentials("mssql+pyodbc:///?odbc_connect=SERVER%3Dh%3BPWD%3Dp") == "mssql+pyodbc:///"
+    assert without_credentials("https://host/x?tokens=1&design=2") == "https://host/x?tokens=1&design=2"
     assert without_credentials("sqlite:////a/b.db") == "sqlite:////a/b.db"
     assert without_credentials("digits") == "digits"
+    where = Target("postgresql://u:p1@h/db?password=p2&x=1", "tests", "r", Storage(str(tmp_path)))
+    text = where.reason(OSError("no answer from postgresql://u:p1@h/db?password=p2&x=1"))
+    assert text == "no answer from postgresql://h/db?&x=1"
+
+
+def test_an_error_is_a_line(tmp_path: Path) -> None:
+    where = Target("http://u:p@h", "e", "r", Storage(str(tmp_path)))
+    for error, line in (
+        (OSError("\n\nno answer from http://u:p@h\n<html>"), "no answer from http://h"),
+        (OSError("  \n"), "OSError"),
+        (OSError("x" * 4000), "x" * 300),
+    ):
+        assert where.reason(error) == line

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from ray import tune
 from ray.tune import CheckpointConfig, FailureConfig, RunConfig, Stopper, TuneConfig, Tuner
+from ray.tune.execution import class_cache
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import BasicVariantGenerator
 
@@ -54,6 +55,11 @@ def conduct(
         param_space = {name: tune.choice([None]) for name in ("number", *settings[0])}
     else:
         search = Proposals(source, count, ledger.trials, interrupt)
+    # Ray would send the object store's keys to each trial's process, through its logs and the dashboard. They are in
+    # the environment of the nodes.
+    class_cache.ENV_VARS_TO_PROPAGATE = {
+        name for name in class_cache.ENV_VARS_TO_PROPAGATE if not name.startswith("AWS_")
+    }
     tuner = Tuner(
         tune.with_resources(tune.with_parameters(SweepTrial, task=task), resources(base, task.cluster.use_gpu, most)),
         param_space=param_space,

@@ -24,13 +24,14 @@ from app.cluster import Cluster, connected, set_environment
 from app.config import Config, flag
 from app.config_file import to_yaml
 from app.data.datasets import check_data
-from app.deliver import without_credentials
+from app.deliver import mlflow_environment
 from app.errors import BadInput, TrainingFailed
 from app.interrupt import Interrupt
 from app.lock import held, is_held
+from app.nodes import look_around
 from app.progress import Display
 from app.runs import SWEEP, absolute, resolved, run_storage, tracking_directory
-from app.storage import Storage
+from app.storage import Storage, without_credentials
 from app.user_code import import_own
 from tune.ledger import Ledger, Trial, best_checkpoint, ledger_directory, ranked, read_trials
 from tune.report import counts, draw, print_ranking, share_saved
@@ -105,8 +106,7 @@ def sweep(plan: Plan, verbose: bool = False) -> int:
         connected(base, verbose) as cluster,
     ):
         interrupt.listen()
-        for note in cluster.notes:
-            display.event(note)
+        look_around(base, cluster, uri, display.event)
         from tune.room import at_once
 
         most = at_once(base, cluster.use_gpu, plan.options.max_concurrent)
@@ -149,10 +149,12 @@ def try_out(
     options, space, base, error = plan.options, plan.space, plan.base, None
     storage = run_storage(base)
     directory = str(tracking_directory(storage.root))
-    actor = actor_here(SweepTracker, directory, storage.root, uri, base.experiment, base.run_name)
+    where = (directory, storage.root, uri, base.experiment, base.run_name)
+    actor = actor_here(SweepTracker, *where, mlflow_environment())
     parent = TrackerOf(actor, PARENT)
     described = {name: str(value) for name, value in options.model_dump().items()}
-    parent.begin.remote(parameters(base) | described, tags(base, cluster) | {"sweep": "parent"}, to_yaml(base))
+    about = tags(base, cluster) | {"sweep": "parent", "mlflow.source.name": "tune.sweep"}
+    parent.begin.remote(parameters(base) | described, about, to_yaml(base))
     parent.artifact.remote("space.yaml", space.text.encode())
 
     task = Task(base.model_dump(), storage.root, actor, cluster, options.scheduler == "pbt", dict(ledger.trials))

@@ -13,10 +13,18 @@ PARENT = ""
 class SweepTracker:
     """An actor that is the Tracker of many runs: the sweep's, called PARENT, and its trials'."""
 
-    def __init__(self, directory: str, root: str, tracking_uri: str | None, experiment: str, sweep_name: str):
+    def __init__(
+        self,
+        directory: str,
+        root: str,
+        tracking_uri: str | None,
+        experiment: str,
+        sweep_name: str,
+        environment: dict[str, str] | None = None,
+    ):
         self._root, self._uri, self._experiment = root, tracking_uri, experiment
         self._directory = Path(directory)
-        self._parent = Tracker(directory, root, tracking_uri, experiment, sweep_name)
+        self._parent = Tracker(directory, root, tracking_uri, experiment, sweep_name, environment)
         self._trials: dict[str, Tracker] = {}
         self._finished: set[str] = set()
         for spool in self._directory.parent.glob(f"*/{self._directory.name}/{SPOOL}"):
@@ -42,7 +50,7 @@ class SweepTracker:
             self._close_finished()  # each has a thread and an open file
             directory = self._directory.parent / run / self._directory.name
             self._trials[run] = Tracker(
-                str(directory), f"{self._root}/{run}", self._uri, self._experiment, run, self._parent.target
+                str(directory), f"{self._root}/{run}", self._uri, self._experiment, run, parent=self._parent.target
             )
         return self._trials[run]
 

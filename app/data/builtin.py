@@ -1,5 +1,7 @@
 """Data sets that come with the packages, or that torchvision fetches."""
 
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.config import Config
+from app.data.cache import alone
 from app.data.sampling import stratified_split
 from app.errors import BadInput
 
@@ -100,6 +103,7 @@ def load_torchvision(config: Config) -> "Splits":
 
     from app.data.splits import from_arrays
 
+    fetch_if_missing(config)  # on a node that the command did not run on
     known = TORCHVISION[config.dataset]
     cls = getattr(torchvision.datasets, known.name)
 
@@ -127,8 +131,9 @@ def load_torchvision(config: Config) -> "Splits":
 
 
 def fetch_if_missing(config: Config) -> None:
-    known, directory = TORCHVISION[config.dataset], data_dir(config)
-    if (Path(directory) / known.marker).exists():
+    """Raises BadInput if it is neither there nor to be had."""
+    known, directory = TORCHVISION[config.dataset], Path(data_dir(config))
+    if (directory / known.marker).exists():
         return
     if not config.download:
         raise BadInput(
@@ -136,11 +141,22 @@ def fetch_if_missing(config: Config) -> None:
         )
     import torchvision.datasets
 
-    print(f"fetching {known.name} into {directory}")
-    try:
-        getattr(torchvision.datasets, known.name)(directory, download=True)
-    except (RuntimeError, OSError) as error:  # URLError is an OSError
-        raise BadInput(
-            f"--data-dir {directory}: no {known.name} there, and it could not be fetched ({error}); "
-            f"put its files there, so that {known.marker} exists, or connect to the network"
-        ) from None
+    with alone(directory / f".{known.name}.lock", f"--data-dir {directory}"):
+        if (directory / known.marker).exists():  # another process has fetched it meanwhile
+            return
+        print(f"fetching {known.name} into {directory}", flush=True)
+        unfinished = directory / f".{known.name}"
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+        try:
+            getattr(torchvision.datasets, known.name)(str(unfinished), download=True)
+            fetched = [file.relative_to(unfinished) for file in unfinished.rglob("*") if file.is_file()]
+            for file in sorted(fetched, key=lambda file: file == Path(known.marker)):  # it shows that all is there
+                (directory / file).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(unfinished / file, directory / file)
+        except (RuntimeError, OSError) as error:  # URLError is an OSError
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise BadInput(
+                f"--data-dir {directory}: no {known.name} there, and it could not be fetched ({error}); "
+                f"put its files there, so that {known.marker} exists, or connect to the network"
+            ) from None
+        shutil.rmtree(unfinished)

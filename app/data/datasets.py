@@ -18,7 +18,9 @@ from app.data.builtin import (
     load_synthetic,
     load_torchvision,
 )
+from app.data.cache import on_this_node
 from app.data.folder import Folder, check_headers, read_sizes, read_weights, scan_folder
+from app.data.parquet import ParquetSet, find_tables
 from app.data.sampling import Facts, build_order, read_subset, stratified_split
 from app.errors import BadInput
 from app.user_code import DATASET_ARGUMENTS, find_callable, told_as_bad_input
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
     from app.data.samples import SampleSet
     from app.data.splits import Splits
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-FOLDER_IMAGE_SIZE = 64
+# Mean and standard deviation by the number of channels: ImageNet's, for grey the mean over its channels.
+IMAGE_STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.4490,), (0.2260,))}
+DEFAULT_IMAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def check_data(config: Config, tokenizer: str | None = None) -> Found:
 
     Makes the tokenizer of texts, unless one is given.
     """
-    found = Found()
+    config, found = on_this_node(config), Found()
     if config.dataset in TORCHVISION:
         fetch_if_missing(config)
     elif config.dataset == "image-folder":
@@ -56,6 +59,8 @@ def check_data(config: Config, tokenizer: str | None = None) -> Found:
             _check_folder_order(folder, config)
     elif config.dataset in TEXT_DATASETS:
         found = _check_texts(config, tokenizer)
+    elif config.dataset == "parquet":
+        found = _check_parquet(config)
     elif config.dataset == "synthetic":
         _enough(config.synthetic_samples or 10_000, config)
     if config.subset_file is not None:
@@ -83,6 +88,16 @@ def _check_texts(config: Config, tokenizer: str | None) -> Found:
     return Found((describe(config, tokenizer, encoded),), tokenizer)
 
 
+def _check_parquet(config: Config) -> Found:
+    tables, _ = find_tables(config)
+    _enough(len(tables["train"].labels), config)
+    told = [
+        f"{len(table.labels):,} {split} in {len(table.groups):,} row groups of {len(table.files):,} files"
+        for split, table in tables.items()
+    ]
+    return Found((f"streaming {'; '.join(told)}",))
+
+
 def _enough(num_samples: int, config: Config) -> None:
     if num_samples < config.max_workers:
         raise BadInput(
@@ -95,11 +110,14 @@ def load_splits(config: Config, tokenizer: str | None = None) -> "Splits":
     """Read the data set; texts with the tokenizer that check_data() made. Raises BadInput where it cannot be used."""
     from app.data.splits import checked
 
+    config = on_this_node(config)
     if config.dataset == "image-folder":
         splits = _load_folder(config)
     elif config.dataset in TEXT_DATASETS:
         assert tokenizer is not None
         splits = _load_texts(config, tokenizer)
+    elif config.dataset == "parquet":
+        splits = _load_parquet(config)
     elif CALLABLE.fullmatch(config.dataset):
         load = find_callable("--dataset", config.dataset, *DATASET_ARGUMENTS)
         with told_as_bad_input(f"--dataset {config.dataset}"):
@@ -129,7 +147,7 @@ def _load_folder(config: Config) -> "Splits":
     from app.data.splits import made
 
     folder = scan_folder(data_dir(config))
-    size, channels = config.image_size or FOLDER_IMAGE_SIZE, config.image_channels or 3
+    size, channels = config.image_size or DEFAULT_IMAGE_SIZE, config.image_channels or 3
     grouped = config.sampler == "aspect-grouped"
     shapes = tuple(aspect_shapes(size)) if grouped else ((size, size),)
     count = sum(len(paths) for paths, _ in folder.splits.values())
@@ -144,15 +162,33 @@ def _load_folder(config: Config) -> "Splits":
 
     train = image_set("train")
     assert train is not None
+    mean, std = IMAGE_STATISTICS[channels]
     info = DataInfo(
         (channels, size, size),
         folder.class_names,
-        IMAGENET_MEAN if channels == 3 else (0.4490,),  # grey: the mean over ImageNet's channels
-        IMAGENET_STD if channels == 3 else (0.2260,),
+        mean,
+        std,
         len(train.labels),
         shapes if grouped else (),
     )
     return made(info, train, image_set("val"), image_set("test"), config.val_fraction)
+
+
+def _load_parquet(config: Config) -> "Splits":
+    from app.data.samples import DataInfo
+    from app.data.splits import Splits
+
+    tables, class_names = find_tables(config)
+    num_train = len(tables["train"].labels)
+    if config.image_column is None:
+        side, channels = 0, 0
+        info = DataInfo((len(tables["train"].columns),), class_names, (), (), num_train, dtype="float32")
+    else:
+        side, channels = config.image_size or DEFAULT_IMAGE_SIZE, config.image_channels or 3
+        mean, std = IMAGE_STATISTICS[channels]
+        info = DataInfo((channels, side, side), class_names, mean, std, num_train)
+    sets = {split: ParquetSet(str(config.data_dir), table, (side, side), channels) for split, table in tables.items()}
+    return Splits(info, sets["train"], sets["val"], sets.get("test"))
 
 
 def _folder_facts(folder: Folder, split: str, config: Config) -> Facts:
@@ -161,7 +197,7 @@ def _folder_facts(folder: Folder, split: str, config: Config) -> Facts:
     if config.sampler == "aspect-grouped":
         from app.data.images import aspect_groups, aspect_shapes
 
-        shapes = aspect_shapes(config.image_size or FOLDER_IMAGE_SIZE)
+        shapes = aspect_shapes(config.image_size or DEFAULT_IMAGE_SIZE)
         return Facts(groups=aspect_groups(read_sizes(paths, config.max_bad_samples > 0), shapes))
     if config.weight_column is not None and split == "train":
         return Facts(weights=np.array(read_weights(data_dir(config), config.weight_column, paths)))

@@ -6,6 +6,7 @@ changes the speed and not the result. Floats appear on the device only.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -89,18 +90,18 @@ def aspect_groups(sizes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, 
     return np.abs(ratios[:, None] - np.log([width / height for height, width in shapes])).argmin(axis=1)
 
 
-def decode_image(path: Path, shape: tuple[int, int], channels: int) -> torch.Tensor:
-    """uint8 (channels, H, W) of the shape (H, W). Raises BadInput, naming the file, if it is no readable image."""
+def decode_image(file: Path | BinaryIO, shape: tuple[int, int], channels: int, name: str = "") -> torch.Tensor:
+    """uint8 (channels, H, W) of the shape (H, W). Raises BadInput, by its name, if it is no readable image."""
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as file:
-            upright = ImageOps.exif_transpose(file)
+        with Image.open(file) as opened:
+            upright = ImageOps.exif_transpose(opened)
             if upright.mode.startswith(("I", "F")):  # 16 bits and more; convert() would cut them off at 255
                 upright = Image.fromarray((np.asarray(upright, np.float64) / 257).clip(0, 255).astype(np.uint8))
             image = upright.convert("RGB" if channels == 3 else "L")
     except Exception as error:  # what Pillow raises for damaged bytes has no common type
-        raise BadInput(f"{path} is no readable image: {error}") from None
+        raise BadInput(f"{name or file} is no readable image: {error}") from None
     image = ImageOps.fit(image, (shape[1], shape[0]), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image).reshape(*shape, channels)).permute(2, 0, 1).contiguous()
 

@@ -98,6 +98,7 @@ def build_loader(
     seed: int = 0,
     pin_memory: bool = False,
     skip_unreadable: bool = False,
+    start_method: str | None = None,
 ) -> DataLoader:
     return DataLoader(
         Reader(samples, augment, seed, skip_unreadable),
@@ -107,6 +108,7 @@ def build_loader(
         # Kept between the evaluations of an epoch's end; the training loader is iterated once.
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
+        multiprocessing_context=start_method if num_workers else None,
     )
 
 

@@ -14,6 +14,9 @@ Together they take the place of torch's samplers, BatchSampler and DistributedSa
     balanced         WeightedRandomSampler with 1 / class frequency: all classes are equally likely
     length-bucketed  BucketIterator and its kin: batches of similar length, so that little is padded
     aspect-grouped   GroupedBatchSampler of torchvision's detection reference: batches of one shape
+
+Data that is read in blocks (Parquet's row groups) is shuffled by streamed_order, so that a rank goes
+through few of them at a time.
 """
 
 import hashlib
@@ -40,11 +43,13 @@ class Facts:
 
     weights: (N,) float64, 0 or more, the relative chance of being drawn. lengths: (N,) int64, of a
     sequence. groups: (N,) int64; samples of one group have one shape, and only they share a batch.
+    blocks: (n,) int64, the numbers of samples that lie together and are read as one; such sets have no parts.
     """
 
     weights: np.ndarray | None = None
     lengths: np.ndarray | None = None
     groups: np.ndarray | None = None
+    blocks: np.ndarray | None = None
 
     def of(self, ids: np.ndarray) -> "Facts":
         """The facts of some of the samples, in the order of ids."""
@@ -100,6 +105,26 @@ def grouped_order(groups: np.ndarray, batch_size: int, seed: int, epoch: int) ->
         rest.append(order[places[num_full * batch_size :]])
     full.sort(key=lambda batch: batch[0])
     return np.concatenate([*(ids for _, ids in full), *rest])
+
+
+def streamed_order(blocks: np.ndarray, lanes: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
+    """Each sample once, out of blocks (n,) of consecutive ids which are read as a whole.
+
+    The blocks are shuffled, and the samples in each; this sequence is cut into lanes, and a batch is filled from
+    all of them: lane by lane, from each as many as from the others or one more. So a batch is drawn from about as
+    many blocks as there are lanes, and a rank, whose part of a batch is some of the lanes, goes through blocks of
+    its own. A batch that is smaller than `lanes` has a lane for each of its samples.
+    """
+    generator, starts = _generator(seed, epoch), np.cumsum(blocks) - blocks
+    shuffled = [starts[block] + generator.permutation(blocks[block]) for block in generator.permutation(len(blocks))]
+    lanes, places = min(lanes, batch_size), np.arange(blocks.sum())
+    full, rest = np.split(places, [len(places) // batch_size * batch_size])
+    # The places in the order that each lane fills: its columns of the full batches, and its part of the last one.
+    columns = np.array_split(full.reshape(-1, batch_size), lanes, axis=1)
+    parts = zip(columns, np.array_split(rest, lanes), strict=True)
+    order = np.empty_like(places)
+    order[np.concatenate([part.reshape(-1) for pair in parts for part in pair])] = np.concatenate(shuffled)
+    return order
 
 
 def stratified_split(labels: np.ndarray, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -160,6 +185,7 @@ class Order:
     labels: np.ndarray
     facts: Facts
     subset: np.ndarray | None = None
+    lanes: int = 1
 
     def __call__(self, epoch: int) -> np.ndarray:
         seed, facts = self.seed, self.facts
@@ -173,6 +199,8 @@ class Order:
             return bucketed_order(facts.lengths, self.batch_size, seed, epoch)
         if facts.groups is not None:
             return grouped_order(facts.groups, self.batch_size, seed, epoch)
+        if facts.blocks is not None:
+            return streamed_order(facts.blocks, self.lanes, self.batch_size, seed, epoch)
         return shuffled_order(len(self.labels), seed, epoch)
 
     @property
@@ -192,7 +220,9 @@ class Order:
         """SHA-256 of all that the order depends on beside the settings: it tells whether a step number still
         means the same samples."""
         digest = hashlib.sha256(self.sampler.encode())
-        for values in (self.labels, self.facts.weights, self.facts.lengths, self.facts.groups, self.subset):
+        facts = self.facts
+        known = [self.labels, facts.weights, facts.lengths, facts.groups, self.subset]
+        for values in known if facts.blocks is None else [*known, facts.blocks]:
             digest.update(b"none" if values is None else f"{values.dtype.name} {len(values)} ".encode())
             digest.update(b"" if values is None else np.ascontiguousarray(values).tobytes())
         return digest.hexdigest()
@@ -206,7 +236,7 @@ def build_order(config: Config, labels: np.ndarray, facts: Facts) -> Order:
     """
     needed = {"weighted": "weights", "length-bucketed": "lengths", "aspect-grouped": "groups"}.get(config.sampler)
     # What the order does not go by is left out: it may change without harm.
-    facts = Facts(**{needed: getattr(facts, needed)}) if needed else Facts()
+    facts = Facts(**{needed: getattr(facts, needed)}) if needed else Facts(blocks=facts.blocks)
     if needed and getattr(facts, needed) is None:
         raise BadInput(
             f"--sampler {config.sampler} needs the {needed} of the samples, which --dataset {config.dataset} does not "
@@ -222,7 +252,8 @@ def build_order(config: Config, labels: np.ndarray, facts: Facts) -> Order:
         _, classes, counts = np.unique(labels, return_inverse=True, return_counts=True)
         facts = Facts(weights=1 / counts[classes])
     subset = _chosen(config, labels) if config.sampler == "subset" else None
-    order = Order(config.sampler, config.batch_size, config.seed, np.asarray(labels, np.int64), facts, subset)
+    numbers = np.asarray(labels, np.int64)
+    order = Order(config.sampler, config.batch_size, config.seed, numbers, facts, subset, config.lanes)
     if not build_schedule(config, order).steps_per_epoch:
         raise BadInput(
             f"--drop-last leaves nothing of {order.num_samples} samples, which fill no batch of --batch-size "

@@ -76,7 +76,10 @@ def test_mnist_is_read_from_its_own_files(mnist: Path) -> None:
     assert splits["test"].labels.tolist() == expected.targets.tolist()
 
 
-def test_cifar_is_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar_is_channels_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").touch()
+
     class Stub:
         """What torchvision's CIFAR10 gives: an array (N, 32, 32, 3) and a list."""
 
@@ -87,7 +90,7 @@ def test_cifar_is_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
             self.targets = [label % 10 for label in range(20)]
 
     monkeypatch.setattr(torchvision.datasets, "CIFAR10", Stub)
-    splits = load_splits(Config(dataset="cifar10", val_fraction=0.5))
+    splits = load_splits(Config(dataset="cifar10", data_dir=str(tmp_path), val_fraction=0.5))
     assert splits.info.input_shape == (3, 32, 32)
     expected = torch.from_numpy(Stub("", False, False).data).permute(0, 3, 1, 2)
     assert torch.equal(everything(splits["test"]), expected)

@@ -125,14 +125,30 @@ def test_a_node_that_goes_with_notice(undisturbed: Fit, cluster: Any, tmp_path: 
     figures("4. A node drained with notice", outcome, lost, run.seconds_to_first_step(), recovery_s)
 
 
+def test_a_node_that_does_not_agree(cluster: Any, tmp_path: Path, figures: Figures) -> None:
+    another = tmp_path / "another"  # version of torch, as far as its metadata tell
+    (another / "torch-1.0.dist-info").mkdir(parents=True)
+    (another / "torch-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    cluster.add_node(num_cpus=1)
+    cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(another)})
+    run = started(cluster, tmp_path)
+    assert run.result() == ({}, 2)
+    assert "torch 1.0, and 2." in run.output()
+    assert "install requirements.lock on both" in run.output()
+    assert not (tmp_path / "runs" / "r" / "run.json").exists()
+    figures("25. A node with another version of torch", "refused before training, with the node, exit 2")
+
+
 @pytest.mark.ci
 def test_a_driver_that_is_killed_and_a_second_job_on_its_name(
     undisturbed: Fit, cluster: Any, tmp_path: Path, figures: Figures
 ) -> None:
-    cluster.add_node(num_cpus=2)
+    for _ in range(2):
+        cluster.add_node(num_cpus=2)
     database = f"sqlite:///{tmp_path}/mlflow.db"
     run = started(cluster, tmp_path, tracking_uri=database)
     step = run.wait_for_step(10)
+    assert len({actor["Address"]["NodeID"] for actor in alive_actors(cluster, "RayTrainWorker")}) == 2  # spread
 
     began = time.monotonic()
     second = started(cluster, tmp_path, tracking_uri=database)

@@ -186,7 +186,6 @@ def test_a_loss_that_is_no_number_fails_the_run_and_keeps_the_last_good_checkpoi
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_file_that_goes_bad_while_one_rank_reads_it_ends_the_run_and_is_named(tmp_path: Path) -> None:
     write_images(tmp_path / "images", {"cat": 30, "dog": 30}, size=(64, 64))
     path = tmp_path / "images" / "cat" / "007.png"

@@ -1,0 +1,114 @@
+"""Data that every node needs, fetched once a node: by one of its processes, the others wait.
+
+What is fetched appears whole or not at all: it is written beside its place, then renamed. What was broken
+off goes on where it stopped.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from app.config import Config
+from app.errors import BadInput
+
+MIB = 2**20
+THREADS = 16
+# Files that are waited for at a time: what waits for a thread takes memory.
+BATCH = 1024
+
+
+def on_this_node(config: Config) -> Config:
+    """The config with the path of this node's copy, where --data-dir is a URI. Raises BadInput.
+
+    Not of data that is read where it lies, nor for a function of the user's own, which decides by itself.
+    """
+    if config.data_dir is None or "://" not in config.data_dir or config.dataset == "parquet" or ":" in config.dataset:
+        return config
+    return config.model_copy(update={"data_dir": str(local_copy(config.data_dir, config.cache_dir))})
+
+
+def local_copy(uri: str, cache_dir: str | Path | None = None) -> Path:
+    """The path of this node's copy of a folder or a file. Raises BadInput if it cannot be had.
+
+    Its name follows from the names, sizes and times of what lies at the URI: what has changed there is
+    fetched anew.
+    """
+    import pyarrow
+    from pyarrow.fs import FileSelector, FileSystem, FileType
+
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache, flag = Path(cache_dir or os.path.join(home, "evenkeel")), f"--data-dir {uri}"
+    try:
+        source, path = FileSystem.from_uri(uri)
+        info = source.get_file_info(path)
+        if info.type == FileType.NotFound:
+            raise BadInput(f"{flag}: no such file or directory")
+        listed = [info] if info.type == FileType.File else source.get_file_info(FileSelector(path, recursive=True))
+    except (pyarrow.ArrowException, ValueError, ImportError, OSError) as error:
+        raise BadInput(f"{flag}: {error}") from None
+    files = sorted((each.path, each.size, each.mtime_ns) for each in listed if each.type == FileType.File)
+    if not files:
+        raise BadInput(f"{flag}: there are no files")
+    if outside := [file for file, _, _ in files if ".." in file.split("/")]:  # an object's name may have it
+        raise BadInput(f"{flag}: {outside[0]} would be written outside of the copy: rename it")
+    name = hashlib.sha256(repr((uri, files)).encode()).hexdigest()[:16]
+    copy, unfinished = cache / name / Path(path).name, cache / f".{name}" / Path(path).name
+
+    def fetch(file: tuple[str, int, int]) -> None:
+        fetch_file(source, file[0], file[1], unfinished / Path(file[0]).relative_to(path))
+
+    with alone(cache / f"{name}.lock", flag):
+        if copy.exists():
+            return copy
+        there = sum(each.stat().st_size for each in unfinished.parent.rglob("*") if each.is_file())
+        size = sum(size for _, size, _ in files) - there
+        if (free := shutil.disk_usage(cache).free) < size:
+            raise BadInput(
+                f"{flag}: {size // MIB:,} MiB are to be fetched, and there is room for {free // MIB:,} in {cache}: "
+                "give a --cache-dir with more"
+            )
+        print(f"fetching {uri}: {len(files):,} files, {size // MIB:,} MiB, into {copy}", flush=True)
+        try:
+            # The threads have ended before another process may go on.
+            with ThreadPoolExecutor(THREADS) as pool:
+                for first in range(0, len(files), BATCH):
+                    list(pool.map(fetch, files[first : first + BATCH]))
+            copy.parent.mkdir(exist_ok=True)
+            os.rename(unfinished, copy)
+            unfinished.parent.rmdir()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise BadInput(
+                f"{flag} could not be fetched into {cache}: {error}; the same command goes on with what is there"
+            ) from None
+    return copy
+
+
+def fetch_file(source: Any, path: str, size: int, target: Path) -> None:
+    """What the target lacks of a file in a pyarrow FileSystem. Raises OSError, or ArrowException."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("ab") as write:
+        if write.tell() < size:
+            with source.open_input_file(path) as read:
+                read.seek(write.tell())
+                shutil.copyfileobj(read, write, 8 * MIB)
+        if write.tell() != size:
+            raise OSError(f"{path} has {write.tell():,} bytes, and had {size:,}: it changed meanwhile")
+
+
+@contextlib.contextmanager
+def alone(lock: Path, flag: str) -> Iterator[None]:
+    """One process of this node at a time; the lock of one that is killed ends with it. Raises BadInput."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a")
+    except OSError as error:
+        raise BadInput(f"{flag}: {lock.parent} cannot be written to ({error.strerror})") from None
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

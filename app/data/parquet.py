@@ -1,0 +1,283 @@
+"""Parquet tables that need not fit a node: read where they lie, a row group at a time.
+
+What is known of a table beforehand is its labels and the sizes of its row groups. The rest is read
+when a batch needs it: with sampling.streamed_order each rank goes through row groups of its own, from the
+first row to the last.
+"""
+
+import io
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from app.config import Config
+from app.data.sampling import Facts
+from app.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+SPLITS = ("train", "val", "test")
+SUFFIX = ".parquet"
+# What pyarrow raises for what it cannot read, damaged files included.
+UNREADABLE = (OSError, ValueError, NotImplementedError)
+# Before a store that does not answer is asked again.
+WAITS_S = (0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The files of a split, in order. groups: of each row group its file and its number in that; sizes (n,) int64:
+    their rows. labels: (N,) int64, or as the table has them. columns: the one with images, or those of numbers."""
+
+    files: tuple[str, ...]
+    groups: tuple[tuple[int, int], ...]
+    sizes: np.ndarray
+    labels: np.ndarray
+    columns: tuple[str, ...]
+
+
+@contextmanager
+def _told_of(path: str) -> Iterator[None]:
+    try:
+        yield
+    except UNREADABLE as error:
+        raise BadInput(f"--data-dir: {path} cannot be read: {error}") from None
+
+
+def filesystem_of(location: str) -> tuple[Any, str]:
+    """pyarrow's file system and the path in it, of a path or a URI."""
+    from pyarrow.fs import FileSystem, LocalFileSystem
+
+    return FileSystem.from_uri(location) if "://" in location else (LocalFileSystem(), location)
+
+
+def find_tables(config: Config) -> tuple[dict[str, Table], tuple[str, ...]]:
+    """The splits that there are, their labels numbered, and the names of the classes by these numbers.
+
+    Raises BadInput for what cannot be trained on.
+    """
+    location = str(config.data_dir)
+    with _told_of(location):
+        filesystem, root = filesystem_of(location)
+        files = {split: found for split in SPLITS if (found := _find_files(filesystem, f"{root}/{split}"))}
+    if missing := [split for split in ("train", "val") if split not in files]:
+        raise BadInput(
+            f"--data-dir {location} has no folder {missing[0]} with {SUFFIX} files in it: of a table that is streamed, "
+            "train and val are folders of their own (and test, if there is one)"
+        )
+    columns = _input_columns(config, filesystem, files["train"][0])
+    tables = {split: _read_table(config, filesystem, files[split], columns) for split in files}
+    if empty := [split for split, table in tables.items() if not len(table.labels)]:
+        raise BadInput(f"--data-dir {location}: {empty[0]} has no rows")
+    classes = np.unique(tables["train"].labels)
+    if len(classes) < 2:
+        raise BadInput(f"--label-column {config.label_column}: there is one class only, {classes[0]}")
+    for split, table in tables.items():
+        same_kind = table.labels.dtype.kind == classes.dtype.kind
+        if len(unknown := np.setdiff1d(table.labels, classes) if same_kind else table.labels):
+            raise BadInput(f"--label-column {config.label_column}: {split} has {unknown[0]}, which train has not")
+        tables[split] = replace(table, labels=np.searchsorted(classes, table.labels))
+    return tables, tuple(map(str, classes.tolist()))
+
+
+def _find_files(filesystem: Any, folder: str) -> tuple[str, ...]:
+    from pyarrow.fs import FileSelector
+
+    found = filesystem.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True))
+    return tuple(sorted(info.path for info in found if info.is_file and info.path.endswith(SUFFIX)))
+
+
+def _input_columns(config: Config, filesystem: Any, path: str) -> tuple[str, ...]:
+    """--image-column, or all columns of numbers but the label's. Raises BadInput if there are none."""
+    from pyarrow.parquet import read_schema
+
+    if config.image_column is not None:
+        return (config.image_column,)
+    with _told_of(path), filesystem.open_input_file(path) as source:
+        columns = tuple(each.name for each in read_schema(source) if _is_number(each.type))
+    if columns := tuple(name for name in columns if name != config.label_column):
+        return columns
+    raise BadInput(
+        f"--data-dir {config.data_dir} has no columns of numbers beside --label-column {config.label_column}; of "
+        "images give --image-column"
+    )
+
+
+def _read_table(config: Config, filesystem: Any, files: tuple[str, ...], columns: tuple[str, ...]) -> Table:
+    with ThreadPoolExecutor(16) as threads:
+        read = list(threads.map(lambda path: _read_labels(config, filesystem, path, columns), files))
+    groups = [(file, group) for file, (sizes, _) in enumerate(read) for group, size in enumerate(sizes) if size]
+    sizes = np.array([size for sizes, _ in read for size in sizes if size], np.int64)
+    return Table(files, tuple(groups), sizes, np.concatenate([labels for _, labels in read]), columns)
+
+
+def _read_labels(config: Config, filesystem: Any, path: str, columns: tuple[str, ...]) -> tuple[list[int], np.ndarray]:
+    """The rows of each row group of a file, and its labels. Raises BadInput where a column is not what it must be."""
+    from pyarrow import types
+    from pyarrow.parquet import ParquetFile
+
+    with _told_of(path), filesystem.open_input_file(path) as source, ParquetFile(source) as file:
+        kinds = {each.name: each.type for each in file.schema_arrow}
+        for column, flag in ((config.label_column, "--label-column"), (config.image_column, "--image-column")):
+            if column is not None and column not in kinds:
+                raise BadInput(f"{flag} {column}: {path} has {', '.join(kinds)}")
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        labels = file.read(columns=[config.label_column]).column(0)
+    for column in columns:
+        if config.image_column is None and not (column in kinds and _is_number(kinds[column])):
+            raise BadInput(f"--data-dir: {path} has no column of numbers {column}, as the first file of train has")
+        if config.image_column is not None and not _is_bytes(kinds[column]):
+            raise BadInput(
+                f"--image-column {column}: {path} has {kinds[column]}: it must be the bytes of images' files"
+            )
+    if types.is_dictionary(labels.type):
+        labels = labels.cast(labels.type.value_type)
+    kind = labels.type
+    if labels.null_count or not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
+        has = f"{labels.null_count} empty values" if labels.null_count else str(kind)
+        raise BadInput(f"--label-column {config.label_column}: {path} has {has}: it must be integers or strings")
+    values = labels.to_numpy()
+    return sizes, values.astype(np.int64) if values.dtype.kind in "iu" else values.astype(str)
+
+
+def _is_number(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_integer(kind) or types.is_floating(kind)
+
+
+def _is_bytes(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:  # as Hugging Face's datasets write images
+        kind = kind.field("bytes").type
+    return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+class _Source:
+    """A file for pyarrow. failed: the store did not answer; damaged bytes raise OSError too."""
+
+    def __init__(self, file: Any):
+        self._file, self.failed, self.closed = file, False, False
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size)
+        except OSError:
+            self.failed = True
+            raise
+
+
+@dataclass
+class ParquetSet:
+    """A split's samples: images, from their files' bytes, or numbers.
+
+    shape and channels are those of the images; channels 0: numbers. As many row groups are held in memory as the
+    largest batch needed, those asked for last.
+    """
+
+    location: str
+    table: Table
+    shape: tuple[int, int]
+    channels: int
+    in_memory: bool = False
+    labels: np.ndarray = field(init=False)
+    facts: Facts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.labels, self.facts = self.table.labels, Facts(blocks=self.table.sizes)
+        self._starts = np.cumsum(self.table.sizes) - self.table.sizes
+        self._held: OrderedDict[int, Any] = OrderedDict()
+        self._room = 0
+        self._filesystem: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For the processes of a loader: connections and what was read stay where they are.
+        return self.__dict__ | {"_held": OrderedDict(), "_filesystem": None}
+
+    def inputs(self, ids: np.ndarray) -> "torch.Tensor":
+        """Raises BadInput for damaged data, and OSError where the store does not answer."""
+        import torch
+
+        groups = np.searchsorted(self._starts, ids, side="right") - 1
+        rows = ids - self._starts[groups]
+        self._hold(np.unique(groups).tolist())
+        if not self.channels:
+            numbers = np.empty((len(ids), len(self.table.columns)), np.float32)
+            for group in np.unique(groups):
+                numbers[groups == group] = self._held[group][rows[groups == group]]
+            return torch.from_numpy(numbers)
+        pixels = torch.empty(len(ids), self.channels, *self.shape, dtype=torch.uint8)
+        for place, (group, row) in enumerate(zip(groups.tolist(), rows.tolist(), strict=True)):
+            pixels[place] = self._image(group, row)
+        return pixels
+
+    def shown(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        return {"images": self.inputs(ids).numpy()} if self.channels else {}
+
+    def _image(self, group: int, row: int) -> "torch.Tensor":
+        from app.data.images import decode_image
+
+        path, number = self._place(group)
+        name = f"{path}, row {row + 1} of row group {number}"
+        data = self._held[group][row].as_py()
+        data = data["bytes"] if isinstance(data, dict) else data
+        if data is None:
+            raise BadInput(f"{name} has no image")
+        return decode_image(io.BytesIO(data), self.shape, self.channels, name)
+
+    def _place(self, group: int) -> tuple[str, int]:
+        """The file of a row group, and its number in that."""
+        file, number = self.table.groups[group]
+        return self.table.files[file], number
+
+    def _hold(self, groups: list[int]) -> None:
+        """Have these in memory, in the place of those that were asked for the longest ago."""
+        self._room = max(self._room, len(groups))
+        for group in self._held.keys() & groups:
+            self._held.move_to_end(group)
+        for group in groups:
+            if group not in self._held:
+                while len(self._held) >= self._room:
+                    self._held.popitem(last=False)
+                self._held[group] = self._read(group)
+
+    def _read(self, group: int) -> Any:
+        """What is read of a row group: a column of images, or (n, columns) float32."""
+        for wait in WAITS_S:
+            try:
+                return self._read_once(group)
+            except OSError:
+                time.sleep(wait)
+        return self._read_once(group)
+
+    def _read_once(self, group: int) -> Any:
+        from pyarrow.parquet import ParquetFile
+
+        if self._filesystem is None:
+            self._filesystem, _ = filesystem_of(self.location)
+        path, number = self._place(group)
+        with self._filesystem.open_input_file(path) as opened:
+            source = _Source(opened)
+            try:
+                with ParquetFile(source, pre_buffer=True) as file:  # few requests, and large ones
+                    table = file.read_row_group(number, columns=list(self.table.columns))
+            except UNREADABLE as error:
+                if source.failed:
+                    raise
+                raise BadInput(f"{path}, row group {number} is damaged: {error}") from None
+        if self.channels:
+            return table.column(0)
+        read = np.stack([np.asarray(table.column(name), np.float32) for name in self.table.columns], axis=1)
+        if not np.isfinite(read).all():
+            row, column = np.argwhere(~np.isfinite(read))[0]
+            raise BadInput(f"{path}, row {row + 1} of row group {number}: {self.table.columns[column]} is no number")
+        return read
