@@ -235,11 +235,11 @@ def open_run(config: Config) -> Run:
     would change the result of the run that has this name. One without a checkpoint never began: its
     name is free for any config.
     """
-    import pyarrow
-
     try:
         files = run_storage(config).names("")
-    except (OSError, pyarrow.ArrowException) as error:
+    except BadInput:
+        raise
+    except Exception as error:  # whatever an object store raises where it may not be listed
         raise BadInput(f"--output-dir {config.output_dir} cannot be read: {error}") from None
     if SWEEP in files:
         raise BadInput(f"--run-name {config.run_name}: {run_storage(config).root} is a sweep's; choose another name")

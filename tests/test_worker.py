@@ -1,5 +1,8 @@
 """What the worker does beside Ray: ranks that agree on bad input, and a best checkpoint chosen by one."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,9 @@ import torch.distributed as dist
 from app.checkpoint import Best, Position
 from app.config import Config
 from app.errors import BadInput
-from app.worker import RefusedTogether, together, wants_more
+from app.nodes import look_here
+from app.runs import Run, write_run
+from app.worker import RefusedTogether, run, together, wants_more
 from tests.common import on_ranks
 
 
@@ -37,6 +42,36 @@ def prepare_with_bad_data_on(bad_rank: int) -> str:
 def test_bad_input_on_one_rank_is_refused_by_all() -> None:
     assert on_ranks(3, prepare_with_bad_data_on, 1) == ["refused: no data on rank 1"] * 3
     assert on_ranks(3, prepare_with_bad_data_on, 7) == ["ready"] * 3
+
+
+class Alone:
+    """Stands for the Reporter of the only rank."""
+
+    is_rank_zero = True
+
+    def event(self, text: str) -> None: ...
+
+    def fail(self, message: str, exit_code: int) -> None:
+        self.failed = message, exit_code
+
+    def failure(self) -> tuple[str, int]:
+        return self.failed
+
+
+def test_a_worker_looks_at_its_node_before_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise BadInput("the data is reached")
+
+    monkeypatch.setattr("app.worker.load_splits", load)
+    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
+    config = Config(run_name="r", output_dir=str(tmp_path))
+    write_run(Run(config, "running"))
+    here = look_here(config)
+    another = replace(here, found=here.found | {"torch": "2.1.0"})
+    for found, message in ((here, "the data is reached"), (None, "the data is reached"), (another, "and 2.1.0 where")):
+        with pytest.raises(RefusedTogether, match=message) as refused:
+            run(config, Alone(), found)  # type: ignore[arg-type]  # as much of a Reporter as it needs
+        assert refused.value.exit_code == 2
 
 
 @pytest.mark.parametrize(("patience", "epochs_since", "more"), [(None, 99, True), (3, 2, True), (3, 3, False)])
