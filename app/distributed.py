@@ -4,7 +4,7 @@ Everything here also works in a process without a process group, which is then r
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,6 +42,45 @@ def derive_seed(purpose: str, *key: int) -> int:
     so a resumed run draws the same numbers without anything saved.
     """
     return int(np.random.SeedSequence((PURPOSES[purpose], *key)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def derive_seeds(purpose: str, key: tuple[int, ...], last: np.ndarray) -> np.ndarray:
+    """derive_seed(purpose, *key, each) for each of `last` (n,), int64: done together each takes a tenth
+    of the time.
+
+    NumPy's SeedSequence (after O'Neill 2015, https://www.pcg-random.org/posts/developing-a-seed_seq-alternative.html)
+    of a pool of four words, whose constants and order of operations NumPy promises to keep.
+    """
+    if len(last) and int(last.max()) >= 2**32:  # which make two words
+        return np.array([derive_seed(purpose, *key, each) for each in last.tolist()], np.int64)
+    words: list[Any] = []
+    for each in (PURPOSES[purpose], *key):
+        words += [each >> shift & 0xFFFFFFFF for shift in range(0, max(each.bit_length(), 1), 32)]
+    words = [np.full(len(last), word, np.uint32) for word in words] + [last.astype(np.uint32)]
+    constant = 0x43B0D7E5
+
+    def hashed(word: np.ndarray, factor: int) -> np.ndarray:
+        nonlocal constant
+        word = word ^ constant
+        constant = constant * factor & 0xFFFFFFFF
+        word = word * constant
+        return word ^ (word >> 16)
+
+    def mixed(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        one = one * 0xCA01F9DD - hashed(other, 0x931E8875) * 0x4973F715
+        return one ^ (one >> 16)
+
+    nothing = np.zeros(len(last), np.uint32)
+    pool = [hashed(word, 0x931E8875) for word in (words + [nothing] * 3)[:4]]
+    for source in range(4):
+        for place in range(4):
+            if place != source:
+                pool[place] = mixed(pool[place], pool[source])
+    for word in words[4:]:
+        pool = [mixed(each, word) for each in pool]
+    constant = 0x8B51F9DD
+    low, high = (hashed(word, 0x58F38DED).astype(np.uint64) for word in pool[:2])
+    return ((high << 32 | low) >> 1).astype(np.int64)
 
 
 class PendingSum:

@@ -4,6 +4,7 @@ Either way an image is a uint8 tensor (C, H, W) of the split's fixed size, so wh
 changes the speed and not the result. Floats appear on the device only.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -35,7 +36,10 @@ class ImageFiles:
         channels: int,
         facts: Facts | None = None,
     ):
-        self.paths, self.labels, self.facts = list(paths), np.asarray(labels, np.int64), facts or Facts()
+        # One array, which the processes of a loader share: a Path is many times as large, and counting the references
+        # to it copies it into each of them.
+        self._paths = np.array([os.fsencode(path) for path in paths], np.bytes_)
+        self.labels, self.facts = np.asarray(labels, np.int64), facts or Facts()
         self._shapes, self._channels = shapes, channels
 
     def inputs(self, ids: np.ndarray) -> torch.Tensor:
@@ -44,7 +48,7 @@ class ImageFiles:
         pixels = torch.empty(len(ids), self._channels, *shape, dtype=torch.uint8)
         for row, i in enumerate(ids):
             assert groups is None or self._shapes[int(groups[i])] == shape
-            pixels[row] = decode_image(self.paths[i], shape, self._channels)
+            pixels[row] = decode_image(self._path(i), shape, self._channels)
         return pixels
 
     def shown(self, ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -62,16 +66,19 @@ class ImageFiles:
     def loaded(self, skip_unreadable: bool = False) -> InMemory:
         """All of them in memory. Raises BadInput for one that cannot be read, or leaves that to who asks for it."""
         assert self.facts.groups is None
-        pixels = torch.zeros(len(self.paths), self._channels, *self._shapes[0], dtype=torch.uint8)
+        pixels = torch.zeros(len(self._paths), self._channels, *self._shapes[0], dtype=torch.uint8)
         unreadable = {}
-        for i, path in enumerate(self.paths):
+        for i in range(len(self._paths)):
             try:
-                pixels[i] = decode_image(path, self._shapes[0], self._channels)
+                pixels[i] = decode_image(self._path(i), self._shapes[0], self._channels)
             except BadInput as error:
                 if not skip_unreadable:
                     raise
                 unreadable[i] = str(error)
         return InMemory(pixels, self.labels, self.facts, unreadable)
+
+    def _path(self, i: int) -> Path:
+        return Path(os.fsdecode(self._paths[i]))
 
 
 def aspect_shapes(size: int) -> list[tuple[int, int]]:

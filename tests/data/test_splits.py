@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,26 @@ def test_sixteen_bits_are_scaled_not_cut_off(tmp_path: Path) -> None:
     Image.fromarray(np.full((8, 8), 257 * 100, np.uint16)).save(tmp_path / "a.png")
     image = ImageFiles([tmp_path / "a.png"], np.array([0]), [(8, 8)], 1).inputs(np.array([0]))
     assert image.unique().tolist() == [100]
+
+
+def test_of_a_file_its_paths_bytes_and_its_label_are_held() -> None:
+    names, labels = [f"/data/train/class-{number % 10}/{number:08d}.jpeg" for number in range(5000)], np.zeros(5000)
+    tracemalloc.start()
+    try:
+        images = ImageFiles(list(map(Path, names)), labels, [(8, 8)], 3)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 5000 * (len(names[0]) + 8) + 10_000
+    with pytest.raises(BadInput, match=r"/data/train/class-7/00000017\.jpeg is no readable image"):
+        images.inputs(np.array([17]))
+
+
+def test_an_image_whose_name_is_no_utf8_is_read(tmp_path: Path) -> None:
+    write_images(tmp_path, {"cat": 1})
+    named = os.fsencode(tmp_path) + b"/cat/\xff.png"
+    os.rename(tmp_path / "cat" / "000.png", named)
+    assert ImageFiles([Path(os.fsdecode(named))], np.zeros(1), [(8, 8)], 3).inputs(np.array([0])).float().mean() > 0
 
 
 def test_no_files_are_an_empty_batch() -> None:
