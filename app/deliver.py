@@ -174,14 +174,16 @@ def _note_sent(directory: Path, position: int) -> None:
 def _batches(directory: Path, offset: int) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """The records from an offset on, metrics in groups of up to 1000 values, with the offset behind them."""
     group: list[dict[str, Any]] = []
-    behind = offset
+    values, behind = 0, offset
     for record, position in read_records(directory, offset):
-        values = sum(len(each["values"]) for each in [*group, record] if each["kind"] == "metrics")
-        if group and (record["kind"] != "metrics" or values > 1000):  # what log_batch takes
+        is_metrics = record["kind"] == "metrics"
+        added = len(record["values"]) if is_metrics else 0
+        if group and (not is_metrics or values + added > 1000):  # what log_batch takes
             yield group, behind
-            group = []
-        if record["kind"] == "metrics":
+            group, values = [], 0
+        if is_metrics:
             group.append(record)
+            values += added
         else:
             yield [record], position
         behind = position

@@ -1,12 +1,14 @@
 """Records of a run in a file, written before anything is done with them."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 SPOOL, SENT = "records.jsonl", "sent.json"
+BLOCK = 2**16
 
 
 class Spool:
@@ -52,9 +54,16 @@ class Spool:
 
 def _cut_torn_line(path: Path) -> None:
     """A process killed while writing leaves half a line at the end; nothing after it was written."""
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        path.write_bytes(data[: data.rfind(b"\n") + 1])
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:  # from the end: the file may be larger than the memory
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            if (newline := file.read(end - start).rfind(b"\n")) >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
 
 
 def read_records(directory: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:

@@ -20,7 +20,12 @@ import logging
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("without a clock", deadline=None)
+hypothesis.settings.load_profile("without a clock")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

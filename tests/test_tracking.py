@@ -5,15 +5,17 @@ import json
 import os
 import threading
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from app.deliver import Target, deliver, mlflow_environment
-from app.spool import Spool, read_records
+from app.deliver import Target, _batches, deliver, mlflow_environment
+from app.spool import BLOCK, Spool, read_records
 from app.storage import Storage, without_credentials
-from app.tracking import Progress, Tracker, Validation
+from app.tracking import MOST_EVENTS, Progress, Tracker, Validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
 
@@ -88,6 +90,15 @@ def test_half_a_line_of_a_killed_process_is_cut_off(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     spool.append_metrics(2, {"a": 2.0})
     assert metric_records(tmp_path) == [(1, {"a": 1.0}), (2, {"a": 2.0})]
+
+
+def test_half_a_line_is_cut_off_however_long_it_is_and_nothing_else(tmp_path: Path) -> None:
+    whole = '{"kind": "tags", "tags": {}}\n'
+    for torn in ("x" * 3 * BLOCK, "x" * (BLOCK - 1), "x", ""):
+        for before in ("", whole, whole * (BLOCK // len(whole) + 1)):
+            (tmp_path / "records.jsonl").write_text(before + torn)
+            Spool(tmp_path).close()
+            assert (tmp_path / "records.jsonl").read_text() == before
 
 
 @pytest.fixture
@@ -292,6 +303,73 @@ def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
     tracker.begin({}, {}, "")
     assert (tracker.stop_requested(), tracker.failure()) == (None, None)
     assert tracker.progress(0).validations == ()
+
+
+def test_the_driver_gets_everything_once_and_nothing_that_it_has_is_held(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    events_seen = validations_seen = 0
+    heard: list[str] = []
+    steps: list[int] = []
+    for step in range(1, 1001):
+        tracker.event(f"event {step}")
+        tracker.validated(Validation(step=step, epochs=step / 10, metrics={"val/loss": 1.0}))
+        if step % 7 == 0 or step == 1000:
+            progress = tracker.progress(events_seen, validations_seen)
+            heard += progress.events
+            steps += [validation["step"] for validation in progress.validations]
+            events_seen, validations_seen = progress.events_seen, progress.validations_seen
+            # Those of this call are kept until the next one says that they have arrived.
+            assert len(tracker._events._held) == len(progress.events) <= 7
+            assert len(tracker._validations._held) == len(progress.validations) <= 7
+    assert heard == [f"event {step}" for step in range(1, 1001)]
+    assert steps == list(range(1, 1001))
+
+
+def test_of_events_that_nobody_looks_at_the_newest_are_kept(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.unreadable([f"{number}.png" for number in range(MOST_EVENTS + 5)])
+    progress = tracker.progress(0)
+    assert progress.events_seen == MOST_EVENTS + 5
+    assert [progress.events[0], progress.events[-1]] == [
+        "skipping a sample: 5.png",
+        f"skipping a sample: {MOST_EVENTS + 4}.png",
+    ]
+    assert len((tmp_path / "tracking" / "bad_samples.txt").read_text().splitlines()) == MOST_EVENTS + 5
+    assert tracker.progress(progress.events_seen).events == []
+
+
+def test_memory_does_not_grow_with_what_is_recorded(tmp_path: Path) -> None:
+    """Of the Tracker, of one that is started again on its records, and of their delivery."""
+
+    def held_by(count: int) -> list[int]:
+        def peak(work: Callable[[], object]) -> int:
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            work()
+            return tracemalloc.get_traced_memory()[1] - before
+
+        def record() -> None:
+            for step in range(count):
+                tracker.metrics(step, {"train/loss": 1.0, "lr": 0.1})
+                tracker.validated(Validation(step=step, epochs=1.0, metrics={"val/loss": 1.0}))
+                tracker.progress(step + 1, step + 1)
+
+        tracker = new_tracker(tmp_path / str(count), None)
+        directory = tmp_path / str(count) / "tracking"
+        return [
+            peak(record),
+            peak(lambda: new_tracker(tmp_path / str(count), None).close()),
+            peak(lambda: sum(len(records) for records, _ in _batches(directory, 0))),
+        ]
+
+    tracemalloc.start()
+    try:
+        held_by(10)  # what is imported and compiled at the first call
+        few, many = held_by(1500), held_by(6000)
+    finally:
+        tracemalloc.stop()
+    for less, more in zip(few, many, strict=True):
+        assert more < 1.2 * less + 20_000
 
 
 class Silent(http.server.BaseHTTPRequestHandler):
