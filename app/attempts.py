@@ -2,25 +2,30 @@
 
 Within an attempt Ray Train starts workers that died again. A new attempt is made where the number of
 workers is to change, and where a node is about to go. Either way training goes on from the newest
-checkpoint, with the same samples in the same steps.
+checkpoint, with the same samples in the same steps. One worker on a Ray of this machine is this process.
 """
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, cast
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
-from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
+from app.clock import Span
 from app.cluster import Cluster
 from app.config import Config
+from app.failures import TellFailures, why
 from app.interrupt import Interrupt
 from app.loopback import OnLoopback
+from app.memory import variables
 from app.nodes import look_here
 from app.places import Places, draining_nodes
 from app.progress import LOOK_EVERY_S, Display
@@ -31,29 +36,36 @@ from app.worker import Outcome, train_loop_per_worker
 CLUSTER_EVERY_S = 1.0
 # Ranks wait for each other's data to be fetched, without a step that the watchdog could miss.
 SET_UP_S = 4 * 3600
-LESS_MEMORY = "lower --batch-size or --in-memory-mb, raise --grad-accumulation, or use fewer workers on a node"
 
 
-def train(config: Config, cluster: Cluster, tracker: Any, display: Display, interrupt: Interrupt) -> Outcome:
-    """Train to the end, or until it is interrupted or fails for good."""
+def train(
+    config: Config,
+    cluster: Cluster,
+    tracker: Any,
+    display: Display,
+    interrupt: Interrupt,
+    span: Span | None = None,
+) -> Outcome:
+    """Train to the end, until it is interrupted or fails for good, or until the steps of the span are measured."""
     screen = Screen(tracker, display)
-    elastic = config.max_workers > config.min_workers
+    here, elastic = is_here(config, cluster), config.max_workers > config.min_workers
+    counted_here = here or elastic
     failed_starts = 0
     while True:
-        num_workers = wait_for_places(config, cluster, screen, interrupt)
+        num_workers = 1 if here else wait_for_places(config, cluster, screen, interrupt)
         if num_workers == 0:
             return Outcome("killed")
         ray.get(tracker.start_attempt.remote(num_workers, elastic))
         failures_left = config.max_failures - failed_starts - screen.update().failures
         budget = FailureConfig(
             # Ray waits for the number of workers it had: what an elastic run goes on with is decided here.
-            max_failures=0 if elastic else failures_left,
-            max_preemption_failures=0 if elastic else -1,
+            max_failures=0 if counted_here else failures_left,
+            max_preemption_failures=0 if counted_here else -1,
             # It also starts for ever what cannot be started.
             controller_failure_limit=0,
         )
         try:
-            outcome = attempt(config, cluster, num_workers, budget, tracker, screen, interrupt)
+            outcome = attempt(config, cluster, num_workers, budget, tracker, screen, interrupt, span)
         except TrainingFailedError as error:
             if known := ray.get(tracker.failure.remote()):
                 return Outcome("failed", error=known[0], exit_code=known[1])
@@ -73,6 +85,7 @@ class Screen:
 
     def __init__(self, tracker: Any, display: Display):
         self._tracker, self._display, self._events_seen, self._validations_seen = tracker, display, 0, 0
+        self.phases = display.phases
 
     def update(self) -> Progress:
         progress: Progress = ray.get(self._tracker.progress.remote(self._events_seen, self._validations_seen))
@@ -121,42 +134,27 @@ def attempt(
     tracker: Any,
     screen: Screen,
     interrupt: Interrupt,
+    span: Span | None = None,
 ) -> Outcome:
     """Run Ray Train in a thread; meanwhile show its progress, hear signals and watch the cluster.
 
     Raises Ray's TrainingFailedError.
     """
-    trainer = TorchTrainer(
-        train_loop_per_worker,
-        train_loop_config={
-            "config": config.model_dump(),
-            "tracker": tracker,
-            "here": None if cluster.is_own else look_here(config),
-        },
-        scaling_config=ScalingConfig(
-            num_workers=num_workers,
-            use_gpu=cluster.use_gpu,
-            resources_per_worker=resources_per_worker(config, cluster),
-            placement_strategy="SPREAD",  # over the nodes: each one's memory and disks serve fewer workers
-        ),
-        torch_config=(OnLoopback if cluster.is_own else TorchConfig)(timeout_s=SET_UP_S),
-        # Checkpoints are ours (checkpoint.py), so Ray has no record of them that could be damaged or
-        # contradict what lies in the run's folder.
-        run_config=RunConfig(
-            name=config.run_name,
-            storage_path=config.output_dir,
-            failure_config=budget,
-            callbacks=[TellFailures(tracker)],
-        ),
-    )
+    task = {"config": config.model_dump(), "tracker": tracker, "phases": screen.phases, "span": span}
+    if is_here(config, cluster):
+        run = partial(attempt_here, task)
+    else:
+        task["here"] = None if cluster.is_own else look_here(config)
+        run = in_workers(task, config, cluster, num_workers, budget)
     training: Future[Outcome] = Future()
 
     def work() -> None:
         try:
-            training.set_result(cast(Outcome, trainer.fit().return_value))
+            training.set_result(run())
         except BaseException as error:  # raised again where the result is asked for
             training.set_exception(error)
 
+    screen.phases("the workers are started")
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     watch = ClusterWatch(config, cluster, num_workers)
@@ -167,6 +165,8 @@ def attempt(
             progress = screen.update()
             if ended:
                 return training.result()
+            if progress.hung is not None:  # in this process, where nothing else can end it
+                return Outcome("failed", error=progress.hung, exit_code=1)
             if interrupt.count:
                 tracker.request_stop.remote("killed")  # again and again: a restarted Tracker has forgotten it
                 if progress.live is None or interrupt.count > 1:  # there is nothing new to save
@@ -182,6 +182,64 @@ def attempt(
             thread.join(LOOK_EVERY_S)
     finally:
         watch.close()
+
+
+def is_here(config: Config, cluster: Cluster) -> bool:
+    """Whether the training runs in this process: one worker that has the device of this process anyway."""
+    return cluster.is_own and config.max_workers == 1 and cluster.use_gpu == torch.cuda.is_available()
+
+
+def in_workers(
+    task: dict[str, Any], config: Config, cluster: Cluster, num_workers: int, budget: FailureConfig
+) -> Callable[[], Outcome]:
+    """Training in processes that Ray starts."""
+    trainer = TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config=task,
+        scaling_config=ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=cluster.use_gpu,
+            resources_per_worker=resources_per_worker(config, cluster),
+            placement_strategy="SPREAD",  # over the nodes: each one's memory and disks serve fewer workers
+        ),
+        torch_config=torch_config(cluster),
+        # Checkpoints are ours (checkpoint.py), so Ray has no record of them that could be damaged or
+        # contradict what lies in the run's folder.
+        run_config=RunConfig(
+            name=config.run_name,
+            storage_path=config.output_dir,
+            failure_config=budget,
+            callbacks=[TellFailures(task["tracker"])],
+            worker_runtime_env={} if cluster.use_gpu else {"env_vars": variables()},
+        ),
+    )
+    return lambda: cast(Outcome, trainer.fit().return_value)
+
+
+def torch_config(cluster: Cluster) -> TorchConfig:
+    if not cluster.is_own:
+        return TorchConfig(timeout_s=SET_UP_S)
+    return cast(TorchConfig, OnLoopback(timeout_s=SET_UP_S))  # all of one that TorchTrainer looks at
+
+
+def train_here(task: dict[str, Any]) -> Outcome:
+    """Training in this process, by Ray Train's local mode: on this process's device."""
+    trainer = TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config=task | {"in_process": True},
+        scaling_config=ScalingConfig(num_workers=0),
+    )
+    return cast(Outcome, trainer.fit().return_value)
+
+
+def attempt_here(task: dict[str, Any]) -> Outcome:
+    """train_here(), whose failures are raised, and told to the Tracker, as those of Ray's workers are."""
+    try:
+        return train_here(task)
+    except Exception as error:
+        failure = WorkerGroupError("", {0: error})
+        task["tracker"].workers_lost.remote(why(failure), True)
+        raise failure from error
 
 
 class ClusterWatch:
@@ -225,49 +283,3 @@ class ClusterWatch:
         if self._more is not None:
             self._more.release()
             self._more = None
-
-
-class TellFailures(UserCallback):
-    """Tells the Tracker of workers that died; called in Ray Train's controller."""
-
-    def __init__(self, tracker: Any):
-        self._tracker = tracker
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        counts = not any(_is_preempted(failure) for failure in worker_exceptions.values())
-        self._tracker.workers_lost.remote(why(WorkerGroupError("", worker_exceptions)), counts)
-
-
-def why(error: TrainingFailedError) -> str:
-    """A failed attempt in a line. One worker's death makes the others fail: the dead are named first."""
-    if not isinstance(error, WorkerGroupError):
-        cause = error.controller_failure if isinstance(error, ControllerError) else error
-        return f"the workers could not be started: one {why_a_worker(cause)[0]}"
-    told = {rank: why_a_worker(failure) for rank, failure in sorted(error.worker_failures.items())}
-    deaths = {rank: text for rank, (text, is_death) in told.items() if is_death}
-    return "; ".join(f"rank {rank} {text}" for rank, text in (deaths or {r: t for r, (t, _) in told.items()}).items())
-
-
-def why_a_worker(failure: Exception) -> tuple[str, bool]:
-    """What happened to a worker, and whether its process died, rather than the training in it."""
-    cause = _cause(failure)
-    text = str(cause).strip() or type(cause).__name__
-    if isinstance(cause, OutOfMemoryError) or "OutOfMemory" in text or "low on memory" in text:
-        return f"was killed because its node ran out of memory; {LESS_MEMORY}", True
-    if isinstance(cause, NodeDiedError):
-        return "was lost with its node", True
-    if "third_party/gloo" in text:
-        return "lost the connection to another worker", False
-    if isinstance(cause, RayActorError):
-        return "died: its process was killed or crashed", True
-    return f"failed: {text.splitlines()[-1]}", False
-
-
-def _cause(failure: Exception) -> Exception:
-    return failure.health_check_failure if isinstance(failure, WorkerHealthCheckFailedError) else failure
-
-
-def _is_preempted(failure: Exception) -> bool:
-    """Whether the worker died because its node was taken away: no failure of the run."""
-    cause = _cause(failure)
-    return isinstance(cause, RayActorError) and cause.preempted

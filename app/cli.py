@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, create_model
 from app.config import GROUPS, Config, group_of
 from app.config_file import load_yaml
 from app.errors import BadInput, ExportFailed, TrainingFailed
+from app.memory import keep_memory
 
 Command = TypeVar("Command", bound=BaseModel)
 
@@ -22,7 +23,7 @@ def parse_config(argv: Sequence[str], command: type[Command], prog: str, descrip
     """The Config and the command's own flags. A YAML file given with --config sets defaults; flags win.
 
     The parser is made from Config's fields, in its groups, without its limits: these are checked
-    once, by Config itself, in its own words.
+    once, by Config itself, in its own words. A flag of the command's own takes the place of a setting's.
     """
     files = _values_of(argv, "--config")
     if len(files) > 1:
@@ -35,7 +36,7 @@ def parse_config(argv: Sequence[str], command: type[Command], prog: str, descrip
         members: dict[str, Any] = {
             name: (info.annotation, _described(defaults.get(name, info.default), info.description or ""))
             for name, info in Config.model_fields.items()
-            if group_of(name) == group
+            if group_of(name) == group and name not in command.model_fields
         }
         model = create_model(group, __doc__=meaning, **members)
         fields[group] = (model, model())
@@ -62,6 +63,7 @@ def _values_of(argv: Sequence[str], flag: str) -> list[str]:
 
 def run_main(main: Callable[[Sequence[str]], int]) -> None:
     """Run a command's main and exit with its code; an error that a person is meant to read is one line."""
+    keep_memory()  # for what the command computes itself
     # A line at a time also when stdout is a file or a job's log.
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper here
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

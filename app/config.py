@@ -254,7 +254,11 @@ class Config(BaseModel):
     warmup_epochs: float = setting(1.0, "training", "Epochs over which the rate rises from 0.", ge=0)
     label_smoothing: float = setting(0.0, "training", "Share of the target spread over all classes.", ge=0, lt=1)
     grad_clip: float | None = setting(None, "training", "Largest norm of the gradient. Default: no clipping.", gt=0)
-    precision: Literal["fp32", "bf16"] = setting("fp32", "training", "bf16: autocast; weights stay in fp32.")
+    precision: Literal["fp32", "bf16", "auto"] = setting(
+        "fp32",
+        "training",
+        "bf16: autocast; weights stay in fp32. auto: bf16 if the run starts on devices fast at it.",
+    )
     grad_compression: Literal["none", "bf16"] = setting(
         "none",
         "training",

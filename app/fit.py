@@ -20,6 +20,7 @@ from app.errors import BadInput, TrainingFailed
 from app.interrupt import Interrupt
 from app.lock import held
 from app.nodes import look_around
+from app.phases import NO_PHASES, Phases
 from app.progress import LOOK_EVERY_S, Display
 from app.runs import (
     LENGTH_DEPENDENT_SCHEDULES,
@@ -55,7 +56,9 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
 
     Raises BadInput for anything that cannot work; nothing of an earlier run is lost by it.
     """
-    display = Display()
+    phases = Phases.of_this_process() if verbose else NO_PHASES
+    phases("the settings are read")
+    display = Display(phases)
     config = resolved(config)
     tracking_uri = None if config.tracking_uri == "none" else config.tracking_uri
     # From here on the config is written down and sent around: passwords stay here.
@@ -69,15 +72,16 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     run_storage(config).check_writable()
     display.event(f"run {config.run_name} in {run_storage(config).root}")
 
+    phases("the data is there")
     set_environment()  # before the first import of ray, which reads it
-    # torch takes seconds to import: beside Ray's start, not after it.
-    threading.Thread(target=importlib.import_module, args=("app.attempts",), daemon=True).start()
+    threading.Thread(target=import_beside, args=(config,), daemon=True).start()
     with (
         held(run_storage(config), str(config.run_name)),
         Interrupt() as interrupt,
         display,
         connected(config, verbose) as cluster,
     ):
+        phases("Ray is up")
         interrupt.listen()
         if done := finished_before(config, display):  # by the job that held its name until now
             return done, 0
@@ -90,6 +94,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
 
         from app.attempts import train
 
+        phases("torch is imported")
         try:
             outcome = train(config, cluster, tracker, display, interrupt)
             summary = finish(config, outcome, tracker, display, interrupt)
@@ -105,6 +110,13 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     if outcome.exit_code == 2:
         raise BadInput(outcome.error or "")
     return summary, 128 + interrupt.signal if interrupt.count and summary.status == "killed" else outcome.exit_code
+
+
+def import_beside(config: Config) -> None:
+    """What takes seconds to import: beside Ray's start, not after it."""
+    importlib.import_module("app.attempts")
+    if config.max_workers == 1:  # which trains here: torch's optimizers import its compiler, used or not
+        importlib.import_module("torch._dynamo")
 
 
 def begin(config: Config, tokenizer: str | None) -> None:

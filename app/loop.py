@@ -6,7 +6,7 @@ Knows nothing of Ray; runs in one process, or in one of several joined by torch.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from app.clock import StepClock
 from app.config import Config
 from app.data.loader import Batch
 from app.data.sampling import Schedule
@@ -37,6 +38,7 @@ class Training:
     preprocess: nn.Module
     optimizer: torch.optim.Optimizer
     ema: nn.Module | None = None
+    clock: StepClock = field(default_factory=StepClock)
 
     @property
     def evaluated(self) -> nn.Module:
@@ -75,6 +77,7 @@ def train(
     """
     training.model.train()
     started = time.perf_counter()
+    training.clock.begin_step()
     for batch in batches:
         received = time.perf_counter()
         loss, correct, stop, unreadable = train_step(training, batch, stop_requested())
@@ -86,8 +89,10 @@ def train(
             epoch = training.schedule.epoch_of(batch["step"]) + 1
             refuse_too_many(bad_samples, unreadable, training.config, f"epoch {epoch}, up to step {batch['step'] + 1},")
         ended, count = time.perf_counter(), batch["global_count"] - len(unreadable)
+        training.clock.end_step(count)
         yield StepResult(batch["step"], loss, correct, count, ended - started, received - started, stop, bad_samples)
         started = time.perf_counter()
+        training.clock.begin_step()
 
 
 def refuse_too_many(bad_samples: int, unreadable: list[str], config: Config, where: str) -> None:
@@ -115,7 +120,8 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     mean over the others. Raises NonFiniteLoss on every rank, before the update, if the loss of any is
     not finite, and TooManyBadSamples if no sample could be read.
     """
-    config, step = training.config, batch["step"]
+    config, step, clock = training.config, batch["step"], training.clock
+    clock.enter("forward_backward")
     # Dropout is a function of (seed, step, rank): nothing to save, and the same after a resume.
     torch.manual_seed(derive_seed("step", config.seed, step, training.world.rank))
     rate = learning_rate(step, config, training.schedule)
@@ -145,13 +151,16 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
             totals[0] += losses.detach().sum()
             totals[1] += (logits.detach().argmax(dim=1) == targets[rows])[: len(losses)].sum()
             if last:
-                pending = PendingSum(totals)
+                with clock.part("all_reduce"):
+                    pending = PendingSum(totals)
             # A sum over this rank's samples, scaled so that DDP's mean over ranks is the mean over the
             # global batch, however unevenly it is shared out.
             (losses.sum() * (training.world.size / batch["global_count"])).backward()
 
     assert pending is not None
+    clock.enter("all_reduce")  # as it was since the last gradients were there (StepClock.on_last_bucket)
     loss, correct, any_stop, num_read = pending.result()  # waits for the forward pass of all ranks
+    clock.enter("optimizer")
     unreadable: list[str] = []
     if num_read < batch["global_count"]:
         unreadable = gather_texts(batch["unreadable"])

@@ -2,51 +2,62 @@
 
 Ray does by itself there. gloo and NCCL listen on the address that the machine's name stands for, unless they are
 given an interface; and torch's store, by which the workers find each other, on all, unless it is given a socket.
+
+Ray Train's controller, which sets this up, is a process of its own: torch, and Ray's TorchConfig with it, is imported
+in the workers alone, which start the sooner for it.
 """
 
 import os
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from ray.train.torch import TorchConfig
-from ray.train.torch.config import _TorchBackend
+import ray
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.util import TrainingFramework
 
 HOST = "127.0.0.1"
+LEAVE_S = 30.0
 _stores: list[Any] = []  # a store ends with the object
 
 
-class OnLoopback(TorchConfig):
+@dataclass
+class OnLoopback(BackendConfig):
+    """In the place of TorchConfig. backend: TorchTrainer sets it by the device. timeout_s: of collectives."""
+
+    timeout_s: int
+    backend: str | None = None
+
     @property
     def backend_cls(self) -> type:
         return LoopbackBackend
 
+    @property
+    def train_func_context(self) -> Callable[[], Any]:  # type: ignore[override]  # Ray has no types of its own there
+        from ray.train.torch.config import TorchConfigContextManager
 
-class LoopbackBackend(_TorchBackend):
-    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        worker_group.execute(use_loopback)
-        super().on_start(WithStoreOnLoopback(worker_group), backend_config)  # type: ignore[arg-type]  # as good as one
+        return TorchConfigContextManager
 
+    @property
+    def framework(self) -> TrainingFramework:  # type: ignore[override]
+        return TrainingFramework.TORCH
 
-class WithStoreOnLoopback:
-    """The workers; the one thing that Ray asks of rank 0 alone is where its store is to be."""
-
-    def __init__(self, worker_group: Any):
-        self._worker_group = worker_group
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker_group, name)
-
-    def __len__(self) -> int:
-        return len(self._worker_group)
-
-    def execute_single(self, rank: int, function: Any) -> Any:
-        return self._worker_group.execute_single(rank, open_store)
+    def to_dict(self) -> dict[str, Any]:
+        return {"backend": self.backend, "timeout_s": self.timeout_s}
 
 
-def use_loopback() -> None:
-    """In each worker."""
-    [name] = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]  # of Linux, of macOS
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+class LoopbackBackend(Backend):
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: Any, backend_config: OnLoopback) -> None:  # type: ignore[override]  # of ours
+        host, port = worker_group.execute_single(0, open_store)
+        size = len(worker_group)
+        worker_group.execute(join, host, port, size, backend_config.backend, backend_config.timeout_s)
+
+    def on_shutdown(self, worker_group: Any, backend_config: OnLoopback) -> None:  # type: ignore[override]  # of ours
+        leaving = worker_group.execute_async(leave, len(worker_group) > 1)
+        ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_S)  # Ray ends those that hang
 
 
 def open_store() -> tuple[str, int]:
@@ -63,3 +74,21 @@ def open_store() -> tuple[str, int]:
     # torch's name for it: rank 0 need not open one at MASTER_ADDR and MASTER_PORT.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return HOST, port
+
+
+def join(host: str, port: int, world_size: int, backend: str, timeout_s: int) -> None:
+    """In each worker: as Ray's own backend does it."""
+    from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group
+
+    [name] = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]  # of Linux, of macOS
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    _set_torch_distributed_env_vars()
+    _setup_torch_process_group(backend, int(os.environ["RANK"]), world_size, "env://", timeout_s)
+
+
+def leave(destroy_process_group: bool) -> None:
+    """In each worker."""
+    from ray.train.torch.config import _shutdown_torch
+
+    _shutdown_torch(destroy_process_group)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from app.phases import NO_PHASES, Phases
 from app.tracking import Live, Validation
 
 PLAIN_EVERY_S = 10.0
@@ -23,8 +24,8 @@ LOOK_EVERY_S = 0.2
 class Display:
     """show() is called often; it draws in place, or prints a line at an interval and at each epoch's end."""
 
-    def __init__(self) -> None:
-        self.console = console()
+    def __init__(self, phases: Phases = NO_PHASES) -> None:
+        self.console, self.phases = console(), phases
         self._live = RichLive(console=self.console, auto_refresh=False, transient=True)
         self._began, self._printed_at = time.monotonic(), 0.0
         self._printed: Live | None = None

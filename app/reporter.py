@@ -38,14 +38,22 @@ GAUGES = {
 
 class Reporter:
     def __init__(
-        self, tracker: Any, run_name: str, world: World, node_rank: int, local_rank: int, hang_timeout_s: float
+        self,
+        tracker: Any,
+        run_name: str,
+        world: World,
+        node_rank: int,
+        local_rank: int,
+        hang_timeout_s: float,
+        in_driver: bool = False,
     ):
+        self._in_driver = in_driver
         self._tracker, self._node_rank, self._local_rank = tracker, node_rank, local_rank
         self.is_rank_zero = world.rank == 0
         self._gauges = {
             key: Gauge(*GAUGES[key], tag_keys=("run",)).set_default_tags({"run": run_name}) for key in GAUGES
         }
-        self._watchdog = Watchdog(hang_timeout_s, f"rank {world.rank}", self._hung)
+        self._watchdog = Watchdog(hang_timeout_s, f"rank {world.rank}", self._hung, ends_process=not in_driver)
         self._live_at = 0.0
         self._metrics: dict[str, float] = {}
         self.stop: Stop | None = None  # on rank 0; the loop tells the others
@@ -77,7 +85,7 @@ class Reporter:
             yield batch
 
     def _hung(self, text: str, stacks: str) -> None:
-        ray.get(self._tracker.hung.remote(text, stacks), timeout=5)
+        ray.get(self._tracker.hung.remote(text, stacks, self._in_driver), timeout=5)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         if self.is_rank_zero:
@@ -117,6 +125,12 @@ class Reporter:
     def event(self, text: str) -> None:
         if self.is_rank_zero:
             self._tracker.event.remote(text)
+
+    def precision(self, precision: str) -> None:
+        """What --precision auto came to."""
+        if self.is_rank_zero:
+            self._tracker.tags.remote({"precision": precision})
+            self.event(f"--precision auto: {precision}")
 
     def unreadable(self, texts: list[str]) -> None:
         """Samples that could not be read, and what is wrong; all ranks hold the same."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from app.checkpoint import Checkpoint, load_checkpoint
+from app.clock import StepClock
 from app.config import Config, is_weights_file, is_weights_path
 from app.data.augment import build_augment
 from app.data.loader import build_loader
@@ -27,11 +28,23 @@ from app.weights import load_weights, load_weights_file
 def set_up_torch(config: Config, device: torch.device) -> None:
     torch.set_num_threads(max(1, int(config.cpus_per_worker)))
     if device.type == "cuda":
-        if config.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise BadInput(f"--precision bf16: {torch.cuda.get_device_name(device)} cannot compute in it; use fp32")
         torch.backends.cudnn.benchmark = not config.deterministic
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic cuBLAS asks for
-    torch.use_deterministic_algorithms(config.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # asking for it imports the compiler: 2 s
+        torch.use_deterministic_algorithms(config.deterministic)
+
+
+def is_fast_at_bf16(device: torch.device) -> bool:
+    """Whether it has instructions of its own for bfloat16: NVIDIA's from Ampere on, Intel's AMX and AVX512-BF16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def refuse_slow_bf16(precision: str, device: torch.device) -> None:
+    """Raise BadInput for bf16 on a GPU that can only emulate it. CPUs are slow at it, and get there."""
+    if precision == "bf16" and device.type == "cuda" and not is_fast_at_bf16(device):
+        raise BadInput(f"--precision bf16: {torch.cuda.get_device_name(device)} cannot compute in it; use fp32")
 
 
 def build_network(config: Config, info: DataInfo, checkpoint: Checkpoint | None) -> nn.Module:
@@ -92,12 +105,18 @@ def ddp_options(config: Config) -> dict[str, Any]:
     return {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
 
 
-def compress_gradients(model: nn.Module, config: Config) -> None:
-    """Have DistributedDataParallel exchange gradients as --grad-compression says; one worker exchanges none."""
-    if config.grad_compression == "bf16" and isinstance(model, nn.parallel.DistributedDataParallel):
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+def compress_gradients(model: nn.Module, config: Config, clock: StepClock | None = None) -> None:
+    """Have DistributedDataParallel exchange gradients as --grad-compression says; one worker exchanges none.
 
-        model.register_comm_hook(None, bf16_compress_hook)
+    A clock that is on is told when the last ones are exchanged.
+    """
+    timed = clock is not None and clock.is_on
+    if not isinstance(model, nn.parallel.DistributedDataParallel) or (config.grad_compression == "none" and not timed):
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    hook = default_hooks.bf16_compress_hook if config.grad_compression == "bf16" else default_hooks.allreduce_hook
+    model.register_comm_hook(None, clock.on_last_bucket(hook) if clock is not None and clock.is_on else hook)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -6,13 +6,15 @@ was resized stays one MLflow run without a repeated step. Workers never import M
 seconds and up to 1 GB in each.
 """
 
+import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Generic, Literal, TypedDict, TypeVar
 
 import numpy as np
 
@@ -23,11 +25,16 @@ from app.storage import Storage
 BAD_SAMPLES = "bad_samples.txt"
 # Seconds between batches, and between tries to reach a server.
 BATCH_S, RETRY_S = 1.0, 5.0
+# Its thread's niceness: importing MLflow and making its database takes seconds, in which workers start.
+BEHIND_TRAINING = 10
+# Kept for a terminal that does not look, of which a sweep's trials have none.
+MOST_EVENTS = 10_000
 # A sweep's Tracker delivers many runs: pictures and models are not made by two threads at once.
 ONE_AT_A_TIME = threading.Lock()
 
 
 Stop = Literal["killed", "paused"]
+T = TypeVar("T")
 
 
 class Live(TypedDict):
@@ -52,7 +59,8 @@ class Validation(TypedDict):
 class Progress:
     """Where the run stands; live is None while no worker trains. events: those that were not seen yet, of
     events_seen in all; validations likewise. nodes: the ids of those that workers run on. failures: times
-    that workers were lost. stop: what was asked for."""
+    that workers were lost. stop: what was asked for. hung: what is said of a training in the driver's process that
+    hangs."""
 
     live: Live | None
     events: list[str]
@@ -62,6 +70,26 @@ class Progress:
     validations: tuple[Validation, ...] = ()
     validations_seen: int = 0
     stop: Stop | None = None
+    hung: str | None = None
+
+
+class Unread(Generic[T]):
+    """What its reader has not seen yet, in order; with `most`, the newest of it. count: of all there ever were."""
+
+    def __init__(self, most: int | None = None):
+        self._held: deque[T] = deque(maxlen=most)
+        self.count = 0
+
+    def append(self, item: T) -> None:
+        self._held.append(item)
+        self.count += 1
+
+    def after(self, seen: int) -> list[T]:
+        """Those behind the first `seen`. A reader says so once it has them: they are let go of."""
+        unseen = self.count - min(seen, self.count)  # a Tracker that was restarted has had fewer than were seen
+        while len(self._held) > unseen:
+            self._held.popleft()
+        return list(self._held)
 
 
 class Tracker:
@@ -86,11 +114,12 @@ class Tracker:
         self._spool = Spool(Path(directory))
         self._live: Live | None = None
         self._nodes: set[str] = set()
-        self._events: list[str] = []
-        self._validations: list[Validation] = []
+        self._events = Unread[str](most=MOST_EVENTS)
+        self._validations = Unread[Validation]()
         self._failures = 0
         self._stop: Stop | None = None
         self._failure: tuple[str, int] | None = None
+        self._hung: str | None = None
         self.target, self._delivery = None, None
         if tracking_uri is not None:
             self.target = Target(tracking_uri, experiment, run_name, Storage(storage_root), parent)
@@ -131,7 +160,8 @@ class Tracker:
         if fresh := [line for line in lines if line not in known]:
             with path.open("a") as file:
                 file.writelines(line + "\n" for line in fresh)
-            self._events += [f"skipping a sample: {line}" for line in fresh]
+            for line in fresh:
+                self.event(f"skipping a sample: {line}")
             self._spool.append("artifact", file=BAD_SAMPLES)
             self._wake()
 
@@ -142,8 +172,10 @@ class Tracker:
     def failure(self) -> tuple[str, int] | None:
         return self._failure
 
-    def hung(self, text: str, stacks: str) -> None:
+    def hung(self, text: str, stacks: str, in_driver: bool = False) -> None:
         """A worker that makes no steps, with the stacks of its threads."""
+        if in_driver:
+            self._hung = text
         with (self._spool.directory / "stacks.txt").open("a") as file:
             file.write(f"{text}\n{stacks}\n")
         self.event(f"{text}; the stacks are in {file.name}")
@@ -184,7 +216,7 @@ class Tracker:
 
     def begin(self, params: dict[str, str], tags: dict[str, str], config_yaml: str) -> None:
         # A sweep begins a trial again in the same process, where it was stopped or died.
-        self._stop, self._failure, self._failures, self._validations = None, None, 0, []
+        self._stop, self._failure, self._failures, self._validations = None, None, 0, Unread[Validation]()
         self._spool.append("run", params=params, tags=tags)
         self.artifact("config.yaml", config_yaml.encode())
 
@@ -219,19 +251,18 @@ class Tracker:
             self._stop = how
 
     def progress(self, events_seen: int, validations_seen: int = 0) -> Progress:
-        """With what came after the first events_seen events and the first validations_seen validations."""
-        # A Tracker that was restarted has fewer than were seen.
-        events = self._events[min(events_seen, len(self._events)) :]
-        validations = self._validations[min(validations_seen, len(self._validations)) :]
+        """With what came after the first events_seen events and the first validations_seen validations, which
+        are forgotten."""
         return Progress(
             self._live,
-            events,
-            len(self._events),
+            self._events.after(events_seen),
+            self._events.count,
             frozenset(self._nodes),
             self._failures,
-            tuple(validations),
-            len(self._validations),
+            tuple(self._validations.after(validations_seen)),
+            self._validations.count,
             self._stop,
+            self._hung,
         )
 
     def finish(self, status: str, checkpoint: str | None) -> None:
@@ -289,6 +320,8 @@ class Delivery:
         return DeliveryState(self._target.run_id, all_sent, self._error)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # where threads have no priority of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_TRAINING)
         while True:
             self.wake.wait()
             if self._closed:

@@ -19,11 +19,12 @@ class Watchdog:
 
     A rank that hangs makes all the others wait in a collective: each finds this out by itself. The
     process ends with exit code 1, since a thread that hangs cannot be ended in another way; Ray Train
-    then starts the workers again.
+    then starts the workers again. A process that has more to do than the training ends itself when it is reported.
     """
 
-    def __init__(self, timeout_s: float, name: str, report: Callable[[str, str], None]):
+    def __init__(self, timeout_s: float, name: str, report: Callable[[str, str], None], ends_process: bool = True):
         """report(text, stacks) is called once before the end: one line, and the stacks of all threads."""
+        self._ends_process = ends_process
         self._timeout_s, self._name, self._report = timeout_s, name, report
         self._interval_s = min(1.0, timeout_s / 10)
         self._thread_id, self._at = 0, 0.0
@@ -48,6 +49,7 @@ class Watchdog:
             left = self._timeout_s - (time.monotonic() - self._at)
             if left < 0:
                 self._end()
+                return
             self._arm(min(left, self._timeout_s))
         faulthandler.cancel_dump_traceback_later()
 
@@ -70,9 +72,13 @@ class Watchdog:
         try:
             print(f"{text}\n{stacks}", file=sys.stderr, flush=True)
             self._report(text, stacks)
-            time.sleep(GRACE_S)
+            if self._ends_process:
+                time.sleep(GRACE_S)
+            else:
+                faulthandler.cancel_dump_traceback_later()
         finally:  # whatever the report came to
-            os._exit(1)
+            if self._ends_process:
+                os._exit(1)
 
 
 def _is_standard_library(filename: str) -> bool:

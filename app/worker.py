@@ -16,6 +16,7 @@ import ray.train.torch
 import torch
 
 from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint
+from app.clock import Span, StepClock, StepTimes
 from app.config import Config
 from app.data.datasets import load_splits
 from app.data.loader import Batch
@@ -28,6 +29,7 @@ from app.metrics import Evaluation, Window
 from app.models.build import preprocessing
 from app.nodes import Here, refuse_other_node
 from app.optim import build_optimizer, learning_rate
+from app.phases import NO_PHASES, Phases
 from app.reporter import Reporter
 from app.runs import Status, checkpoint_name, checkpoint_storage, stored_tokenizer
 from app.setup import (
@@ -37,7 +39,9 @@ from app.setup import (
     compress_gradients,
     ddp_options,
     evaluation_loader,
+    is_fast_at_bf16,
     load_optimizer,
+    refuse_slow_bf16,
     set_up_torch,
     training_loader,
 )
@@ -53,7 +57,7 @@ T = TypeVar("T")
 class Outcome:
     """How the training ended, or paused to go on with new workers. metrics are the best checkpoint's.
 
-    error and exit_code are set when it failed.
+    error and exit_code are set when it failed, step_times when they were asked for and all steps were made.
     """
 
     status: Status
@@ -66,6 +70,7 @@ class Outcome:
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     exit_code: int = 0
+    step_times: StepTimes | None = None
 
 
 class RefusedTogether(Exception):
@@ -79,15 +84,19 @@ class RefusedTogether(Exception):
 def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
     """Train as task["config"] says, reporting to the actor task["tracker"]. Rank 0's Outcome is the run's.
 
-    task["here"]: of a cluster, what must be found on this node too.
+    task["here"]: of a cluster, what must be found on this node too. task["in_process"]: this is the driver's process,
+    which ends itself. task["phases"]: for time stamps. task["span"]: steps to measure, and then to end.
     """
     config, context = Config(**task["config"]), ray.train.get_context()
+    phases: Phases = task.get("phases", NO_PHASES)
+    phases("a worker begins")
     place = (current_world(), context.get_node_rank(), context.get_local_rank())
-    with Reporter(task["tracker"], str(config.run_name), *place, config.hang_timeout_s) as reporter:
+    limits = (config.hang_timeout_s, task.get("in_process", False))
+    with Reporter(task["tracker"], str(config.run_name), *place, *limits) as reporter:
         if failure := reporter.failure():  # of the workers before these, see below
             return Outcome("failed", error=failure[0], exit_code=failure[1])
         try:
-            return run(config, reporter, task.get("here"))
+            return run(config, reporter, task.get("here"), phases, task.get("span"))
         except RefusedTogether as error:
             return Outcome("failed", error=error.message, exit_code=error.exit_code)
         except (BadInput, TrainingFailed) as error:
@@ -100,8 +109,15 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
             raise
 
 
-def run(config: Config, reporter: Reporter, here: Here | None = None) -> Outcome:
+def run(
+    config: Config,
+    reporter: Reporter,
+    here: Here | None = None,
+    phases: Phases = NO_PHASES,
+    span: Span | None = None,
+) -> Outcome:
     world, device, storage = current_world(), ray.train.torch.get_device(), checkpoint_storage(config)
+    clock = StepClock(device, span)
 
     found = agreed_checkpoint(storage, reporter)
 
@@ -113,8 +129,10 @@ def run(config: Config, reporter: Reporter, here: Here | None = None) -> Outcome
         order = build_order(config, splits.train.labels, splits.train.facts)
         schedule = build_schedule(config, order)
         checkpoint = load_checkpoint(storage, found, splits.info) if found else None
+        refuse_slow_bf16(checkpoint.config.precision if checkpoint else config.precision, device)
         if checkpoint is not None:
             checkpoint.refuse_other_order(order.digest)
+        phases("a worker has its data")
         network = build_network(config, splits.info, checkpoint)
         check_smallest_part(network, config, splits.info, schedule)
         return splits, order, schedule, checkpoint, network
@@ -122,8 +140,9 @@ def run(config: Config, reporter: Reporter, here: Here | None = None) -> Outcome
     splits, order, schedule, checkpoint, network = together(prepare, reporter, device)
     if checkpoint is not None:
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
+    config = with_precision(config, checkpoint, device, reporter)
     model = ray.train.torch.prepare_model(network, parallel_strategy_kwargs=ddp_options(config))
-    compress_gradients(model, config)
+    compress_gradients(model, config, clock)
     optimizer = build_optimizer(config, list(network.parameters()))
     if checkpoint is not None:
         load_optimizer(optimizer, checkpoint.trainer["optimizer"])
@@ -137,6 +156,7 @@ def run(config: Config, reporter: Reporter, here: Here | None = None) -> Outcome
         preprocess=preprocessing(splits.info).to(device),
         optimizer=optimizer,
         ema=build_ema(config, network, checkpoint),
+        clock=clock,
     )
     position = checkpoint.position if checkpoint else Position(order=order.digest)
     # Left alone, prepare_data_loader would put a padding DistributedSampler of seed 0 in the place of
@@ -155,10 +175,14 @@ def run(config: Config, reporter: Reporter, here: Here | None = None) -> Outcome
             writer.save(position, network, optimizer, training.ema)  # there is always one to go back to
         steps = ()
         if wants_more(config, position):
-            steps = train(training, train_loader, reporter.asked_to_stop, reporter.unreadable, position.bad_samples)
+            stop = partial(asked_to_stop, reporter, clock)
+            steps = train(training, train_loader, stop, reporter.unreadable, position.bad_samples)
+        phases("a worker has its model")
         reporter.alive()
         try:
             for result in steps:
+                if not train_seconds:
+                    phases("the first step is made")
                 reporter.alive()
                 position.step = result.step + 1
                 position.epoch = schedule.epochs_begun(position.step)
@@ -172,27 +196,33 @@ def run(config: Config, reporter: Reporter, here: Here | None = None) -> Outcome
                 # once in a while: record
                 if last or position.step % config.log_every == 0:
                     rate = learning_rate(result.step, config, schedule)
-                    reporter.metrics(position.step, {**position.window.metrics(), "lr": rate})
+                    with clock.part("tracking"):
+                        reporter.metrics(position.step, {**position.window.metrics(), "lr": rate})
                     position.window = Window()
 
                 # at an epoch's end, and in between if that is asked for: evaluate
                 improved = False
                 validated = epoch_ended or (config.validate_every and position.step % config.validate_every == 0)
                 if validated:
-                    validation = measure(training.evaluated, training, val_loader, splits, "val", reporter)
+                    with clock.part("validation"):
+                        validation = measure(training.evaluated, training, val_loader, splits, "val", reporter)
                     if not math.isfinite(validation.loss):  # the same number on every rank
                         raise NonFiniteLoss(f"the validation loss is {validation.loss} after step {position.step}")
                     latest = validation.metrics("val")
-                    reporter.metrics(position.step, {**latest, "epoch": position.step / schedule.steps_per_epoch})
+                    with clock.part("tracking"):
+                        reporter.metrics(position.step, {**latest, "epoch": position.step / schedule.steps_per_epoch})
                     improved = position.best.update(position.step, validation.accuracy, validation.loss, epoch_ended)
-                reporter.live(position.step, schedule, now=epoch_ended)
+                with clock.part("tracking"):
+                    reporter.live(position.step, schedule, now=epoch_ended)
 
                 # when it is due: save
                 due = validated if config.checkpoint_every is None else position.step % config.checkpoint_every == 0
                 if due or improved or last or result.stop:
-                    writer.save(position, network, optimizer, training.ema)
+                    with clock.part("checkpoint"):
+                        writer.save(position, network, optimizer, training.ema)
                 if validated:
-                    reporter.validated(position.step, schedule, latest)
+                    with clock.part("tracking"):
+                        reporter.validated(position.step, schedule, latest)
                 if result.stop and not last:
                     status = reporter.stop or "killed"
                     break
@@ -224,7 +254,24 @@ def run(config: Config, reporter: Reporter, here: Here | None = None) -> Outcome
         metrics=metrics,
         error=error,
         exit_code=1 if status == "failed" else 0,
+        step_times=clock.times(),
     )
+
+
+def with_precision(config: Config, checkpoint: Checkpoint | None, device: torch.device, reporter: Reporter) -> Config:
+    """The config with --precision auto decided: by the devices the run starts on. A run that goes on keeps to it."""
+    if config.precision != "auto":
+        return config
+    if checkpoint is not None:
+        precision = checkpoint.config.precision
+    else:
+        precision = "fp32" if any_rank(not is_fast_at_bf16(device), device) else "bf16"
+    reporter.precision(precision)
+    return config.model_copy(update={"precision": precision})
+
+
+def asked_to_stop(reporter: Reporter, clock: StepClock) -> bool:
+    return reporter.asked_to_stop() or clock.is_full
 
 
 def wants_more(config: Config, position: Position) -> bool:

@@ -61,7 +61,7 @@ def test_the_page_on_prometheus_names_every_gauge() -> None:
         assert f'"{name}"' in metrics.read_text(), name
 
 
-@pytest.mark.parametrize("page", [*PAGES, "observability.md", "security.md", "scaling.md"])
+@pytest.mark.parametrize("page", [*PAGES, "observability.md", "security.md", "scaling.md", "growth.md"])
 def test_readme_links_to_it(page: str) -> None:
     assert f"(docs/{page})" in (ROOT / "README.md").read_text()
 

@@ -1,12 +1,13 @@
 """Workers of a Ray of one machine: what tells gloo, NCCL and torch's store to stay on loopback."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
-from ray.train.torch.config import _TorchBackend
 
 from app.loopback import LoopbackBackend, OnLoopback
 
@@ -17,9 +18,12 @@ class Group:
     def __init__(self) -> None:
         self.called: list[str] = []
 
-    def execute(self, function: Callable[[], Any]) -> None:
+    def __len__(self) -> int:
+        return 2
+
+    def execute(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.called.append(function.__name__)
-        function()
+        function(*arguments)
 
     def execute_single(self, rank: int, function: Callable[[], Any]) -> Any:
         self.called.append(function.__name__)
@@ -27,19 +31,27 @@ class Group:
 
 
 def test_workers_are_given_the_loopback_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "")  # and back again at the end
-    given: list[tuple[str, int]] = []
-    # Ray asks rank 0 where its store is to be, then starts the process group on all workers.
-    monkeypatch.setattr(
-        _TorchBackend, "on_start", lambda _, group, config: given.append(group.execute_single(0, lambda: None))
-    )
+    monkeypatch.setenv("MASTER_PORT", "")
+    monkeypatch.setenv("RANK", "1")
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("ray.train.torch.config._set_torch_distributed_env_vars", lambda: None)  # of Ray's context
+    monkeypatch.setattr("ray.train.torch.config._setup_torch_process_group", lambda *group: given.append(group))
     group = Group()
-    LoopbackBackend().on_start(group, OnLoopback())
-    assert group.called == ["use_loopback", "open_store"]
+    LoopbackBackend().on_start(group, OnLoopback(timeout_s=7, backend="gloo"))
+    assert group.called == ["open_store", "join"]
+    assert given == [("gloo", 1, 2, "env://", 7)]
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         addresses = psutil.net_if_addrs()[os.environ[name]]
         assert "127.0.0.1" in [address.address for address in addresses]
-    [(host, port)] = given
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listening = [each.laddr for each in psutil.Process().net_connections("inet") if each.laddr.port == port]
     assert [address.ip for address in listening if address.port == port][:1] == [host] == ["127.0.0.1"]
+
+
+def test_rays_controller_starts_workers_without_importing_torch() -> None:
+    """What is sent to it; importing torch there took as long as in a worker, which waited for it."""
+    script = "import sys, app.loopback, app.failures; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -50,3 +50,16 @@ def test_it_rests() -> None:
 def test_a_report_that_fails_does_not_keep_the_process_alive() -> None:
     done = run("watchdog._report = lambda text, stacks: 1 / 0\nwatchdog.alive()\nwaits_for_ever()")
     assert done.returncode == 1
+
+
+def test_a_process_with_more_to_do_is_left_to_end_itself() -> None:
+    script = """
+watchdog = Watchdog(1.0, "rank 0", report, ends_process=False)
+watchdog.alive()
+threading.Event().wait(6)
+print("more")
+"""
+    done = run(script)
+    assert done.returncode == 0
+    assert done.stdout.startswith("rank 0 made no step for 1 s and was ended in <module> (<string>:")
+    assert done.stdout.endswith("more\n")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from app.config import Config
 from app.errors import BadInput
 from app.nodes import look_here
 from app.runs import Run, write_run
-from app.worker import RefusedTogether, run, together, wants_more
+from app.worker import RefusedTogether, run, together, wants_more, with_precision
 from tests.common import on_ranks
 
 
@@ -87,3 +88,20 @@ def test_the_best_is_by_accuracy_then_by_loss() -> None:
     ]
     assert updates == [True, True, False, False]
     assert best == Best(step=1, accuracy=0.5, loss=1.0, epochs_since=2)
+
+
+def precision_on(fast_rank: int, kept: str) -> tuple[str, list[str]]:
+    told: list[str] = []
+    checkpoint = SimpleNamespace(config=SimpleNamespace(precision=kept)) if kept else None
+    reporter = SimpleNamespace(precision=told.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.worker.is_fast_at_bf16", lambda device: fast_rank in (dist.get_rank(), 9))
+        found = with_precision(Config(precision="auto"), checkpoint, torch.device("cpu"), reporter)  # type: ignore[arg-type]  # as much of each as it needs
+    return found.precision, told
+
+
+@pytest.mark.parametrize(("fast_rank", "kept", "precision"), [(1, "", "fp32"), (9, "", "bf16"), (9, "fp32", "fp32")])
+def test_precision_auto_is_bf16_where_all_devices_are_fast_at_it_and_stays_what_it_was(
+    fast_rank: int, kept: str, precision: str
+) -> None:
+    assert on_ranks(2, precision_on, fast_rank, kept) == [(precision, [precision])] * 2

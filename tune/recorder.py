@@ -10,7 +10,7 @@ from ray import cloudpickle
 from ray.exceptions import RayTaskError
 from ray.tune import Callback
 
-from app.attempts import why_a_worker
+from app.failures import why_a_worker
 from app.fit import MLFLOW_STATUS
 from app.interrupt import Interrupt
 from app.progress import Display

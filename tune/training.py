@@ -4,19 +4,17 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import ray
-from ray.train import ScalingConfig
-from ray.train.torch import TorchTrainer
 
-from app.attempts import train
+from app.attempts import train, train_here
 from app.cluster import Cluster
 from app.config import Config
 from app.interrupt import Interrupt
 from app.progress import Display
 from app.tracking import Validation
-from app.worker import Outcome, train_loop_per_worker
+from app.worker import Outcome
 from tune.tracker import TrackerOf
 
 
@@ -66,14 +64,9 @@ class Training:
             self._events.put(error)
 
     def _here(self) -> Outcome:
-        """Ray Train's local mode: in this process, with this process's device."""
-        trainer = TorchTrainer(
-            train_loop_per_worker,
-            train_loop_config={"config": self._config.model_dump(), "tracker": HereTracker(self._tracker, self._pause)},
-            scaling_config=ScalingConfig(num_workers=0),
-        )
         try:
-            return cast(Outcome, trainer.fit().return_value)
+            tracker = HereTracker(self._tracker, self._pause)
+            return train_here({"config": self._config.model_dump(), "tracker": tracker})
         except Stopped:
             raise
         except Exception as error:

@@ -155,10 +155,10 @@ COMMANDS: list[subprocess.Popen] = []
 class Command(Watched):
     """python -m app.train, as a person starts it."""
 
-    def __init__(self, config: Config, folder: Path, **environment: str):
+    def __init__(self, config: Config, folder: Path, *flags: str, **environment: str):
         super().__init__(config)
         (folder / "settings.yaml").write_text(to_yaml(config))
-        argv = [sys.executable, "-m", "app.train", "--config", str(folder / "settings.yaml")]
+        argv = [sys.executable, "-m", "app.train", "--config", str(folder / "settings.yaml"), *flags]
         self._out = folder / f"stdout-{time.monotonic_ns()}.txt"
         self._err = self._out.with_name(self._out.name.replace("stdout", "stderr"))
         with self._out.open("w") as out, self._err.open("w") as err:

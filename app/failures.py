@@ -1,0 +1,59 @@
+"""What happened to workers that died, in a line; and that Ray Train's controller tells the Tracker of it.
+
+The controller is a process of its own, which imports this before it starts workers: so torch is kept out of it.
+"""
+
+from typing import Any
+
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
+from ray.train import UserCallback
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+
+LESS_MEMORY = "lower --batch-size or --in-memory-mb, raise --grad-accumulation, or use fewer workers on a node"
+
+
+class TellFailures(UserCallback):
+    """Tells the Tracker of workers that died; called in Ray Train's controller."""
+
+    def __init__(self, tracker: Any):
+        self._tracker = tracker
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        counts = not any(_is_preempted(failure) for failure in worker_exceptions.values())
+        self._tracker.workers_lost.remote(why(WorkerGroupError("", worker_exceptions)), counts)
+
+
+def why(error: TrainingFailedError) -> str:
+    """A failed attempt in a line. One worker's death makes the others fail: the dead are named first."""
+    if not isinstance(error, WorkerGroupError):
+        cause = error.controller_failure if isinstance(error, ControllerError) else error
+        return f"the workers could not be started: one {why_a_worker(cause)[0]}"
+    told = {rank: why_a_worker(failure) for rank, failure in sorted(error.worker_failures.items())}
+    deaths = {rank: text for rank, (text, is_death) in told.items() if is_death}
+    return "; ".join(f"rank {rank} {text}" for rank, text in (deaths or {r: t for r, (t, _) in told.items()}).items())
+
+
+def why_a_worker(failure: Exception) -> tuple[str, bool]:
+    """What happened to a worker, and whether its process died, rather than the training in it."""
+    cause = _cause(failure)
+    text = str(cause).strip() or type(cause).__name__
+    if isinstance(cause, OutOfMemoryError) or "OutOfMemory" in text or "low on memory" in text:
+        return f"was killed because its node ran out of memory; {LESS_MEMORY}", True
+    if isinstance(cause, NodeDiedError):
+        return "was lost with its node", True
+    if "third_party/gloo" in text:
+        return "lost the connection to another worker", False
+    if isinstance(cause, RayActorError):
+        return "died: its process was killed or crashed", True
+    return f"failed: {text.splitlines()[-1]}", False
+
+
+def _cause(failure: Exception) -> Exception:
+    return failure.health_check_failure if isinstance(failure, WorkerHealthCheckFailedError) else failure
+
+
+def _is_preempted(failure: Exception) -> bool:
+    """Whether the worker died because its node was taken away: no failure of the run."""
+    cause = _cause(failure)
+    return isinstance(cause, RayActorError) and cause.preempted

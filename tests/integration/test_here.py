@@ -1,0 +1,110 @@
+"""One worker on a Ray of this machine: it is the command's own process, and all else is as with Ray's workers."""
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.common import PlainNet
+from tests.faults.common import Command, Fit, assert_same_run, slow_config
+
+pytestmark = [
+    pytest.mark.usefixtures("local_ray"),
+    pytest.mark.filterwarnings("ignore"),  # ray's, mlflow's and alembic's own
+]
+
+# 12 steps: checkpoints after the 4th, the 6th, which ends an epoch, the 8th and the 12th.
+ONE = {"num_workers": 1, "epochs": 2, "model": "tests.integration.test_here:Net"}
+
+
+PHASES = ["the settings are read", "the data is there", "Ray is up", "torch is imported", "the workers are started"]
+PHASES += ["a worker begins", "a worker has its data", "a worker has its model", "the first step is made"]
+
+
+class Net(PlainNet):
+    """Says which process it is in, and does in the 7th step what the environment asks for, once."""
+
+    steps = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if folder := os.environ.get("TEST_FOLDER"):
+            self.steps += self.training
+            (Path(folder) / "pid").write_text(str(os.getpid()))
+            once = Path(folder) / "done"
+            if self.steps == 7 and not once.exists():
+                once.touch()
+                if os.environ["TEST_FAULT"] == "fails":
+                    raise RuntimeError("no luck")
+                if os.environ["TEST_FAULT"] == "hangs":
+                    threading.Event().wait()
+        return super().forward(images)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Fit:
+    """By a worker of Ray's: this process is connected to a cluster that it does not own."""
+    run = Fit(slow_config(tmp_path_factory.mktemp("undisturbed"), **ONE))
+    assert run.result()[1] == 0
+    return run
+
+
+def command(tmp_path: Path, fault: str = "", *flags: str, **settings: object) -> Command:
+    environment = {"TEST_FOLDER": str(tmp_path), "TEST_FAULT": fault}
+    return Command(slow_config(tmp_path, **ONE | settings), tmp_path, *flags, **environment)
+
+
+def test_it_makes_the_steps_of_a_worker_of_rays_in_the_commands_process(tmp_path: Path, undisturbed: Fit) -> None:
+    run = command(tmp_path, "", "-v")
+    summary, exit_code = run.result()
+    assert (exit_code, summary["status"], summary["step"]) == (0, "finished", 12), run.output()
+    assert (tmp_path / "pid").read_text() == str(run.process.pid)
+    assert_same_run(run, undisturbed)
+    stamps = re.findall(r"^ *(\d+\.\d) s  (.+)$", run.output(), re.MULTILINE)
+    assert [float(seconds) for seconds, _ in stamps] == sorted(float(seconds) for seconds, _ in stamps)
+    assert [phase for _, phase in stamps] == PHASES
+
+
+def test_a_failure_is_counted_and_the_training_goes_on_from_its_checkpoint(tmp_path: Path, undisturbed: Fit) -> None:
+    run = command(tmp_path, "fails", max_failures=1)
+    assert run.result()[1] == 0, run.output()
+    assert "rank 0 failed: no luck" in run.output()
+    assert run.steps_lost(6, run.output()) == 0
+    assert_same_run(run, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_failure_too_many_ends_the_run(tmp_path: Path) -> None:
+    summary, exit_code = command(tmp_path, "fails", max_failures=0).result()
+    assert (exit_code, summary["status"], summary["step"]) == (1, "failed", 6)
+    assert summary["error"] == "training failed: rank 0 failed: no luck"
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_hang_ends_the_run_in_order_and_the_same_command_goes_on(tmp_path: Path, undisturbed: Fit) -> None:
+    summary, exit_code = command(tmp_path, "hangs", hang_timeout_s=2.0).result()
+    assert (exit_code, summary["status"], summary["step"]) == (1, "failed", 6)
+    assert summary["error"].startswith("rank 0 made no step for 2 s and was ended in forward (")
+    again = command(tmp_path, "hangs")
+    assert again.result()[1] == 0, again.output()
+    assert_same_run(again, undisturbed)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed: Fit) -> None:
+    slow = {"model": "tests.faults.common:slow_net"}
+    whole = Fit(slow_config(tmp_path / "whole", **ONE | slow))
+    assert whole.result()[1] == 0
+    run = command(tmp_path, **slow)
+    step = run.wait_for_step(3)
+    run.interrupt()
+    summary, exit_code = run.result()
+    assert (exit_code, summary["status"]) == (130, "killed")
+    assert step <= summary["step"] < 12
+    again = command(tmp_path, **slow)
+    assert again.result()[1] == 0, again.output()
+    assert_same_run(again, whole)
