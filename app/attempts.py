@@ -226,16 +226,17 @@ def train_here(task: dict[str, Any]) -> Outcome:
     """Training in this process, by Ray Train's local mode: on this process's device."""
     trainer = TorchTrainer(
         train_loop_per_worker,
-        train_loop_config=task | {"in_process": True},
+        train_loop_config=task,
         scaling_config=ScalingConfig(num_workers=0),
     )
     return cast(Outcome, trainer.fit().return_value)
 
 
 def attempt_here(task: dict[str, Any]) -> Outcome:
-    """train_here(), whose failures are raised, and told to the Tracker, as those of Ray's workers are."""
+    """train_here() in the command's process, which ends itself: failures are raised, and told to the Tracker, as those
+    of Ray's workers are."""
     try:
-        return train_here(task)
+        return train_here(task | {"in_process": True})
     except Exception as error:
         failure = WorkerGroupError("", {0: error})
         task["tracker"].workers_lost.remote(why(failure), True)

@@ -115,7 +115,7 @@ class StepClock:
         backward pass is the wait for their sums."""
 
         @functools.wraps(hook)  # DDP looks at a hook's name
-        def timed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[reportPrivateImportUsage]
+        def timed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[reportPrivateImportUsage]  # torch's stubs
             if bucket.is_last():  # they are exchanged in order, so the others are on their way
                 self.enter("all_reduce")
             return hook(group, bucket)

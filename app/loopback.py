@@ -40,7 +40,7 @@ class OnLoopback(BackendConfig):
         return TorchConfigContextManager
 
     @property
-    def framework(self) -> TrainingFramework:  # type: ignore[override]
+    def framework(self) -> TrainingFramework:  # type: ignore[override]  # likewise
         return TrainingFramework.TORCH
 
     def to_dict(self) -> dict[str, Any]:

@@ -199,3 +199,16 @@ def test_one_worker_on_this_machine_is_this_process(
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     cluster = Cluster(use_gpu=use_gpu, num_nodes=1, notes=(), is_own=is_own)
     assert is_here(Config(num_workers=workers), cluster) is here
+
+
+def test_a_training_that_hangs_ends_its_process_unless_that_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of a sweep has a process of its own, which Ray Tune starts again."""
+    given: list[dict[str, Any]] = []
+
+    def trainer(_: Any, train_loop_config: dict[str, Any], scaling_config: Any) -> SimpleNamespace:
+        given.append(train_loop_config)
+        return SimpleNamespace(fit=lambda: SimpleNamespace(return_value=FINISHED))
+
+    monkeypatch.setattr(attempts, "TorchTrainer", trainer)
+    assert attempts.attempt_here({}) == attempts.train_here({}) == FINISHED
+    assert [task.get("in_process", False) for task in given] == [True, False]
