@@ -13,20 +13,20 @@ from functools import partial
 from typing import Any, cast
 
 import ray
-import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
-from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
 from app.clock import Span
 from app.cluster import Cluster
 from app.config import Config
 from app.failures import TellFailures, why
-from app.interrupt import Interrupt
-from app.loopback import OnLoopback
+from app.here import attempt_here, is_here, leave
+from app.interrupt import TRAINING_HERE, Interrupt
 from app.memory import variables
 from app.nodes import look_here
+from app.own_ray import NEEDLESS, OfThisMachine, OnLoopback
 from app.places import Places, draining_nodes
 from app.progress import LOOK_EVERY_S, Display
 from app.tracking import Progress
@@ -141,8 +141,9 @@ def attempt(
     Raises Ray's TrainingFailedError.
     """
     task = {"config": config.model_dump(), "tracker": tracker, "phases": screen.phases, "span": span}
-    if is_here(config, cluster):
-        run = partial(attempt_here, task)
+    here, left = is_here(config, cluster), threading.Event()
+    if here:
+        run = partial(attempt_here, task | {"left": left})
     else:
         task["here"] = None if cluster.is_own else look_here(config)
         run = in_workers(task, config, cluster, num_workers, budget)
@@ -155,7 +156,7 @@ def attempt(
             training.set_exception(error)
 
     screen.phases("the workers are started")
-    thread = threading.Thread(target=work, daemon=True)
+    thread = threading.Thread(target=work, name=TRAINING_HERE if here else "ray-train", daemon=True)
     thread.start()
     watch = ClusterWatch(config, cluster, num_workers)
     told = ""
@@ -182,18 +183,15 @@ def attempt(
             thread.join(LOOK_EVERY_S)
     finally:
         watch.close()
-
-
-def is_here(config: Config, cluster: Cluster) -> bool:
-    """Whether the training runs in this process: one worker that has the device of this process anyway."""
-    return cluster.is_own and config.max_workers == 1 and cluster.use_gpu == torch.cuda.is_available()
+        if here:
+            leave(thread, left)
 
 
 def in_workers(
     task: dict[str, Any], config: Config, cluster: Cluster, num_workers: int, budget: FailureConfig
 ) -> Callable[[], Outcome]:
     """Training in processes that Ray starts."""
-    trainer = TorchTrainer(
+    trainer = (TrainerOfThisMachine if cluster.is_own else TorchTrainer)(
         train_loop_per_worker,
         train_loop_config=task,
         scaling_config=ScalingConfig(
@@ -222,25 +220,15 @@ def torch_config(cluster: Cluster) -> TorchConfig:
     return cast(TorchConfig, OnLoopback(timeout_s=SET_UP_S))  # all of one that TorchTrainer looks at
 
 
-def train_here(task: dict[str, Any]) -> Outcome:
-    """Training in this process, by Ray Train's local mode: on this process's device."""
-    trainer = TorchTrainer(
-        train_loop_per_worker,
-        train_loop_config=task,
-        scaling_config=ScalingConfig(num_workers=0),
-    )
-    return cast(Outcome, trainer.fit().return_value)
+class TrainerOfThisMachine(TorchTrainer):
+    """On a Ray of this machine. It takes part in what TorchTrainer does inside: a Ray that does it in another way
+    starts a few needless actors again, which a test would see."""
 
+    def _create_default_callbacks(self) -> list[Any]:
+        return [each for each in super()._create_default_callbacks() if type(each).__name__ not in NEEDLESS]
 
-def attempt_here(task: dict[str, Any]) -> Outcome:
-    """train_here() in the command's process, which ends itself: failures are raised, and told to the Tracker, as those
-    of Ray's workers are."""
-    try:
-        return train_here(task | {"in_process": True})
-    except Exception as error:
-        failure = WorkerGroupError("", {0: error})
-        task["tracker"].workers_lost.remote(why(failure), True)
-        raise failure from error
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        return super()._initialize_and_run_controller(**given | {"scaling_policy": OfThisMachine(self.scaling_config)})
 
 
 class ClusterWatch:

@@ -13,7 +13,6 @@ import json
 import shutil
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -199,7 +198,6 @@ class CheckpointWriter:
             self._prune(checkpoint_name(best_step))
             self._saved(step, time.perf_counter() - began)
         except Exception as error:  # handed to the training thread, which raises it
-            traceback.print_exc()
             self._error = error
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)

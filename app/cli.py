@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, create_model
 from app.config import GROUPS, Config, group_of
 from app.config_file import load_yaml
 from app.errors import BadInput, ExportFailed, TrainingFailed
+from app.interrupt import exit_with
 from app.memory import keep_memory
 
 Command = TypeVar("Command", bound=BaseModel)
@@ -81,5 +82,4 @@ def run_main(main: Callable[[Sequence[str]], int]) -> None:
         if error.code != signal.SIGTERM:
             raise
         code = 128 + signal.SIGTERM  # Ray's own handler exits so while it starts
-    sys.stdout.flush()
-    sys.exit(code)
+    exit_with(code)

@@ -15,6 +15,8 @@ from app.errors import BadInput, TrainingFailed
 from app.user_code import packed
 
 CONNECT_S = 10.0
+# What a worker finds in its environment of torchrun, or of another program that starts one for each GPU.
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Cluster:
 @contextlib.contextmanager
 def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
     """Connect to Ray, check that the run fits, and disconnect at the end. Raises BadInput."""
+    refuse_launcher()
     address = os.environ.get("RAY_ADDRESS")
     set_environment()
     import ray
@@ -73,6 +76,15 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
         if not already_connected:
             ray.shutdown()
             messages.print_to_stdstream = print_messages
+
+
+def refuse_launcher() -> None:
+    """Raise BadInput where something else starts the workers: each would be a run of its own."""
+    if all(name in os.environ for name in LAUNCHERS):
+        raise BadInput(
+            f"{', '.join(LAUNCHERS)} are set, as torchrun sets them: Ray starts the workers, so start this command "
+            "once and by itself, with --num-workers; or, if nothing else starts it, unset them"
+        )
 
 
 @contextlib.contextmanager

@@ -2,9 +2,13 @@
 
 import os
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
+
+# The name of the thread that trains in the command's process.
+TRAINING_HERE = "training"
 
 
 class Interrupt:
@@ -34,3 +38,13 @@ class Interrupt:
         self.signal, self.count = number, self.count + 1
         if self.count > 2:
             os._exit(128 + number)
+
+
+def exit_with(code: int) -> NoReturn:
+    """End the process, also where training goes on that nobody waits for: Python, which takes itself down first,
+    would crash under it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread.name == TRAINING_HERE for thread in threading.enumerate()):
+        os._exit(code)
+    sys.exit(code)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from app.errors import BadInput
 from app.storage import Storage
@@ -19,6 +20,11 @@ from app.storage import Storage
 LOCK = "run.lock"
 # An object store has no locks: there the holder renews its note, and one that is not renewed is stale.
 RENEW_S, STALE_S = 5.0, 15.0
+
+
+# A process that is forked, as a DataLoader's are, has the files too, and would hold them when this one is gone.
+_files: set[IO[str]] = set()
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _files])
 
 
 @contextlib.contextmanager
@@ -66,7 +72,11 @@ def _locked(folder: Path, run_name: str, me: str) -> Iterator[None]:
         file.truncate(0)
         file.write(me + "\n")
         file.flush()
-        yield
+        _files.add(file)
+        try:
+            yield
+        finally:
+            _files.discard(file)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ VARIABLES = {"MALLOC_TRIM_THRESHOLD_": str(NEVER), "MALLOC_MMAP_MAX_": "0", "MAL
 def keep_memory() -> None:
     """In this process: to be called before anything starts a thread."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not VARIABLES.keys() & os.environ.keys():
+    if mallopt is not None and not _users():
         mallopt(M_TRIM_THRESHOLD, NEVER)
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_ARENA_MAX, 1)
@@ -25,4 +25,9 @@ def keep_memory() -> None:
 
 def variables() -> dict[str, str]:
     """For the environment of processes to come; what the user has set there stays."""
-    return {} if VARIABLES.keys() & os.environ.keys() else VARIABLES
+    return {} if _users() else VARIABLES
+
+
+def _users() -> bool:
+    """Whether the user has settings of malloc's."""
+    return bool(VARIABLES.keys() & os.environ.keys()) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")

@@ -4,6 +4,7 @@ Only rank 0 sends records, since all ranks hold the same sums; the first rank of
 node's system metrics.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,10 @@ GAUGES = {
 }
 
 
+class Left(Exception):
+    """The command has ended without waiting for the training in its process."""
+
+
 class Reporter:
     def __init__(
         self,
@@ -45,15 +50,16 @@ class Reporter:
         node_rank: int,
         local_rank: int,
         hang_timeout_s: float,
-        in_driver: bool = False,
+        left: threading.Event | None = None,
     ):
-        self._in_driver = in_driver
-        self._tracker, self._node_rank, self._local_rank = tracker, node_rank, local_rank
+        """left: in the driver's process, which sets it when it no longer waits for the training."""
+        self._left, self._all_of_it = left, tracker
+        self._node_rank, self._local_rank = node_rank, local_rank
         self.is_rank_zero = world.rank == 0
         self._gauges = {
             key: Gauge(*GAUGES[key], tag_keys=("run",)).set_default_tags({"run": run_name}) for key in GAUGES
         }
-        self._watchdog = Watchdog(hang_timeout_s, f"rank {world.rank}", self._hung, ends_process=not in_driver)
+        self._watchdog = Watchdog(hang_timeout_s, f"rank {world.rank}", self._hung, ends_process=left is None)
         self._live_at = 0.0
         self._metrics: dict[str, float] = {}
         self.stop: Stop | None = None  # on rank 0; the loop tells the others
@@ -71,8 +77,17 @@ class Reporter:
         self._closed.set()
         self._watchdog.close()
 
+    @property
+    def _tracker(self) -> Any:
+        """Raises Left."""
+        if self._left is not None and self._left.is_set():
+            raise Left
+        return self._all_of_it
+
     def alive(self) -> None:
-        """The training goes on: to be called more often than every hang_timeout_s, from the first step on."""
+        """The training goes on: to be called more often than every hang_timeout_s, from the first step on. Raises
+        Left."""
+        assert self._tracker
         self._watchdog.alive()
 
     def rest(self) -> None:
@@ -85,7 +100,7 @@ class Reporter:
             yield batch
 
     def _hung(self, text: str, stacks: str) -> None:
-        ray.get(self._tracker.hung.remote(text, stacks, self._in_driver), timeout=5)
+        ray.get(self._tracker.hung.remote(text, stacks, self._left is not None), timeout=5)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         if self.is_rank_zero:
@@ -149,6 +164,10 @@ class Reporter:
         """From any rank: starting the workers again would not help."""
         ray.get(self._tracker.fail.remote(message, exit_code))
 
+    def raised(self, rank: int, stack: str) -> None:
+        """From any rank: an exception, after which the workers are started again."""
+        self._tracker.raised.remote(f"rank {rank} raised", stack)
+
     def failure(self) -> tuple[str, int] | None:
         return ray.get(self._tracker.failure.remote())
 
@@ -156,9 +175,10 @@ class Reporter:
         return self.stop is not None
 
     def _poll_stop(self) -> None:
-        while not self._closed.wait(STOP_POLL_S):
-            # A Tracker that was restarted has forgotten it.
-            self.stop = ray.get(self._tracker.stop_requested.remote()) or self.stop
+        with contextlib.suppress(Left):
+            while not self._closed.wait(STOP_POLL_S):
+                # A Tracker that was restarted has forgotten it.
+                self.stop = ray.get(self._tracker.stop_requested.remote()) or self.stop
 
     def _sample_system(self) -> None:
         import torch
@@ -175,4 +195,5 @@ class Reporter:
                 free, total = torch.cuda.mem_get_info()
                 values["gpu_memory_usage_percentage"] = 100 * (1 - free / total)
             prefixed = {f"system/node_{self._node_rank}/{key}": value for key, value in values.items()}
-            self._tracker.system_metrics.remote(prefixed)
+            with contextlib.suppress(Left):
+                self._tracker.system_metrics.remote(prefixed)

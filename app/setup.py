@@ -29,7 +29,7 @@ def set_up_torch(config: Config, device: torch.device) -> None:
     torch.set_num_threads(max(1, int(config.cpus_per_worker)))
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not config.deterministic
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic cuBLAS asks for
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic cuBLAS asks for
     if torch.are_deterministic_algorithms_enabled() != config.deterministic:  # asking for it imports the compiler: 2 s
         torch.use_deterministic_algorithms(config.deterministic)
 
@@ -38,13 +38,22 @@ def is_fast_at_bf16(device: torch.device) -> bool:
     """Whether it has instructions of its own for bfloat16: NVIDIA's from Ampere on, Intel's AMX and AVX512-BF16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    able = torch.cpu.get_capabilities()
+    return bool(able.get("amx_tile") or able.get("avx512_bf16"))
 
 
-def refuse_slow_bf16(precision: str, device: torch.device) -> None:
+def refuse_slow_bf16(config: Config, checkpoint: Checkpoint | None, device: torch.device) -> None:
     """Raise BadInput for bf16 on a GPU that can only emulate it. CPUs are slow at it, and get there."""
+    kept = config.precision == "auto" and checkpoint is not None
+    precision = checkpoint.config.precision if checkpoint is not None and kept else config.precision
     if precision == "bf16" and device.type == "cuda" and not is_fast_at_bf16(device):
-        raise BadInput(f"--precision bf16: {torch.cuda.get_device_name(device)} cannot compute in it; use fp32")
+        name = torch.cuda.get_device_name(device)
+        if kept:
+            raise BadInput(
+                f"--precision auto came to bf16 when this run began, which {name} cannot compute in: go on with it on "
+                "a newer GPU or on a CPU, or choose another --run-name"
+            )
+        raise BadInput(f"--precision bf16: {name} cannot compute in it; use fp32")
 
 
 def build_network(config: Config, info: DataInfo, checkpoint: Checkpoint | None) -> nn.Module:

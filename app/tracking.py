@@ -6,8 +6,8 @@ was resized stays one MLflow run without a repeated step. Workers never import M
 seconds and up to 1 GB in each.
 """
 
-import contextlib
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -120,6 +120,7 @@ class Tracker:
         self._stop: Stop | None = None
         self._failure: tuple[str, int] | None = None
         self._hung: str | None = None
+        self._raised = False  # in this attempt
         self.target, self._delivery = None, None
         if tracking_uri is not None:
             self.target = Target(tracking_uri, experiment, run_name, Storage(storage_root), parent)
@@ -176,9 +177,21 @@ class Tracker:
         """A worker that makes no steps, with the stacks of its threads."""
         if in_driver:
             self._hung = text
-        with (self._spool.directory / "stacks.txt").open("a") as file:
+        self.event(f"{text}; the stacks are in {self._stacks(text, stacks)}")
+
+    def raised(self, text: str, stack: str) -> None:
+        """A worker's exception. Those of the others are often its consequences, and are kept as well."""
+        file = self._stacks(text, stack)
+        if not self._raised:
+            self._raised = True
+            self.event(f"the traceback is in {file}")
+
+    def _stacks(self, text: str, stacks: str) -> Path:
+        """Keep them."""
+        path = self._spool.directory / "stacks.txt"
+        with path.open("a") as file:
             file.write(f"{text}\n{stacks}\n")
-        self.event(f"{text}; the stacks are in {file.name}")
+        return path
 
     def stop_requested(self) -> Stop | None:
         return self._stop
@@ -222,7 +235,7 @@ class Tracker:
 
     def start_attempt(self, num_workers: int, tell: bool) -> None:
         """Workers are about to be started, for the first time or again."""
-        self._live, self._nodes = None, set()
+        self._live, self._nodes, self._raised = None, set(), False
         if self._stop == "paused":
             self._stop = None
         if tell:
@@ -320,7 +333,7 @@ class Delivery:
         return DeliveryState(self._target.run_id, all_sent, self._error)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # where threads have no priority of their own
+        if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_TRAINING)
         while True:
             self.wake.wait()

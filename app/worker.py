@@ -30,7 +30,7 @@ from app.models.build import preprocessing
 from app.nodes import Here, refuse_other_node
 from app.optim import build_optimizer, learning_rate
 from app.phases import NO_PHASES, Phases
-from app.reporter import Reporter
+from app.reporter import Left, Reporter
 from app.runs import Status, checkpoint_name, checkpoint_storage, stored_tokenizer
 from app.setup import (
     build_ema,
@@ -84,14 +84,14 @@ class RefusedTogether(Exception):
 def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
     """Train as task["config"] says, reporting to the actor task["tracker"]. Rank 0's Outcome is the run's.
 
-    task["here"]: of a cluster, what must be found on this node too. task["in_process"]: this is the driver's process,
-    which ends itself. task["phases"]: for time stamps. task["span"]: steps to measure, and then to end.
+    task["here"]: of a cluster, what must be found on this node too. task["left"]: in the driver's process, set when it
+    no longer waits. task["phases"]: for time stamps. task["span"]: steps to measure, and then to end.
     """
     config, context = Config(**task["config"]), ray.train.get_context()
     phases: Phases = task.get("phases", NO_PHASES)
     phases("a worker begins")
     place = (current_world(), context.get_node_rank(), context.get_local_rank())
-    limits = (config.hang_timeout_s, task.get("in_process", False))
+    limits = (config.hang_timeout_s, task.get("left"))
     with Reporter(task["tracker"], str(config.run_name), *place, *limits) as reporter:
         if failure := reporter.failure():  # of the workers before these, see below
             return Outcome("failed", error=failure[0], exit_code=failure[1])
@@ -106,6 +106,11 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
             raise
         except (MemoryError, torch.OutOfMemoryError) as error:  # the same work again would need as much
             reporter.fail(f"out of memory ({error}); lower --batch-size or raise --grad-accumulation", 1)
+            raise
+        except Left:
+            raise
+        except Exception:
+            reporter.raised(current_world().rank, traceback.format_exc())
             raise
 
 
@@ -129,7 +134,7 @@ def run(
         order = build_order(config, splits.train.labels, splits.train.facts)
         schedule = build_schedule(config, order)
         checkpoint = load_checkpoint(storage, found, splits.info) if found else None
-        refuse_slow_bf16(checkpoint.config.precision if checkpoint else config.precision, device)
+        refuse_slow_bf16(config, checkpoint, device)
         if checkpoint is not None:
             checkpoint.refuse_other_order(order.digest)
         phases("a worker has its data")

@@ -10,7 +10,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, Wo
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from app import attempts
-from app.attempts import ClusterWatch, is_here
+from app.attempts import ClusterWatch
 from app.cluster import Cluster
 from app.config import Config
 from app.failures import LESS_MEMORY, why
@@ -180,35 +180,3 @@ def test_a_cluster_that_does_not_answer_is_no_reason(watch: ClusterWatch, monkey
 
     monkeypatch.setattr(attempts, "draining_nodes", unreachable)
     assert watch.reason_to_pause(at(1, "a")) is None
-
-
-@pytest.mark.parametrize(
-    ("workers", "is_own", "use_gpu", "has_gpu", "here"),
-    [
-        (1, True, False, False, True),
-        (1, True, True, True, True),
-        (1, True, False, True, False),  # --device cpu: this process would take the GPU all the same
-        (1, False, False, False, False),  # a cluster's nodes are others
-        (2, True, False, False, False),
-        ("1:2", True, False, False, False),
-    ],
-)
-def test_one_worker_on_this_machine_is_this_process(
-    workers: int | str, is_own: bool, use_gpu: bool, has_gpu: bool, here: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    cluster = Cluster(use_gpu=use_gpu, num_nodes=1, notes=(), is_own=is_own)
-    assert is_here(Config(num_workers=workers), cluster) is here
-
-
-def test_a_training_that_hangs_ends_its_process_unless_that_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial of a sweep has a process of its own, which Ray Tune starts again."""
-    given: list[dict[str, Any]] = []
-
-    def trainer(_: Any, train_loop_config: dict[str, Any], scaling_config: Any) -> SimpleNamespace:
-        given.append(train_loop_config)
-        return SimpleNamespace(fit=lambda: SimpleNamespace(return_value=FINISHED))
-
-    monkeypatch.setattr(attempts, "TorchTrainer", trainer)
-    assert attempts.attempt_here({}) == attempts.train_here({}) == FINISHED
-    assert [task.get("in_process", False) for task in given] == [True, False]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from app.cluster import connected, runtime_env
+from app.cluster import LAUNCHERS, connected, runtime_env
 from app.config import Config
-from app.errors import TrainingFailed
+from app.errors import BadInput, TrainingFailed
 
 # A machine of four GPUs. What is left of Ray is its own: what it takes CUDA_VISIBLE_DEVICES for, and which
 # of the GPUs it gives to whom.
@@ -63,6 +63,13 @@ def test_a_ray_that_does_not_start_is_told_in_words(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("ray.init", init)
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     with pytest.raises(TrainingFailed, match="Ray did not start on this machine: The current node timed out"):
+        connected(Config(), verbose=False).__enter__()
+
+
+def test_a_command_that_torchrun_starts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(BadInput, match="MASTER_PORT are set, as torchrun sets them: Ray starts the workers"):
         connected(Config(), verbose=False).__enter__()
 
 

@@ -1,6 +1,7 @@
 """One job at a time for a run's name, on a disk and in an object store."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -42,6 +43,23 @@ def test_a_dead_holder_does_not_block(storage: Storage) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
     with held(storage, "r"):
         pass
+
+
+def test_processes_that_the_holder_has_forked_do_not_hold_it(tmp_path: Path) -> None:
+    """Those of a DataLoader, which outlive a holder that is killed by seconds."""
+    code = (
+        "import os, signal; from app.lock import held; from app.storage import Storage\n"
+        f"with held(Storage({str(tmp_path)!r}), 'r'):\n"
+        "    if os.fork() == 0: signal.pause()\n"
+        "    os._exit(9)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        assert holder.wait() == 9
+        with held(Storage(str(tmp_path)), "r"):
+            pass
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)  # the one that was forked
 
 
 def test_a_note_of_another_program_is_stale_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """From settings to what a worker trains with."""
 
+import contextlib
 import copy
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from app.setup import (
     compress_gradients,
     ddp_options,
     load_optimizer,
+    refuse_slow_bf16,
     set_up_torch,
 )
 from tests.common import PlainNet, on_ranks
@@ -98,7 +102,8 @@ def test_sync_batchnorm_converts_the_network() -> None:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_deterministic_sets_torchs_switches(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", deterministic)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # and back again at the end
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     threads = torch.get_num_threads()
     try:
         set_up_torch(Config(deterministic=deterministic), torch.device("cuda"))
@@ -139,3 +144,28 @@ def test_gradients_are_exchanged_in_bf16() -> None:
     assert torch.equal(found, found.bfloat16().float())  # what came over the wire
     assert not torch.equal(found, exact[0][0])
     torch.testing.assert_close(found, exact[0][0], rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "begun_in", "told"),
+    [
+        ("bf16", None, "--precision bf16: a card cannot compute in it; use fp32"),
+        ("bf16", "fp32", "--precision bf16: a card cannot compute in it; use fp32"),
+        (
+            "auto",
+            "bf16",
+            "--precision auto came to bf16 when this run began, which a card cannot compute in: go on",
+        ),
+        ("auto", "fp32", None),
+        ("auto", None, None),
+        ("fp32", "bf16", None),
+    ],
+)
+def test_a_gpu_that_is_slow_at_bf16_is_not_made_to(
+    asked: Any, begun_in: Any, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    checkpoint: Any = None if begun_in is None else SimpleNamespace(config=Config(precision=begun_in))
+    with pytest.raises(BadInput, match=told) if told else contextlib.nullcontext():
+        refuse_slow_bf16(Config(precision=asked), checkpoint, torch.device("cuda"))

@@ -39,6 +39,17 @@ def test_a_skipped_sample_is_said_and_recorded_once_also_after_a_restart(tmp_pat
     assert [r["file"] for r, _ in read_records(tmp_path, 0) if r["kind"] == "artifact"] == ["bad_samples.txt"] * 2
 
 
+def test_tracebacks_are_kept_and_told_of_once_in_an_attempt(tmp_path: Path) -> None:
+    tracker = Tracker(str(tmp_path), str(tmp_path), None, "e", "r")
+    for attempt in range(2):
+        tracker.start_attempt(2, tell=False)
+        tracker.raised("rank 1 raised", f"cause {attempt}")
+        tracker.raised("rank 0 raised", "consequence")
+    assert tracker.progress(0).events == [f"the traceback is in {tmp_path / 'stacks.txt'}"] * 2
+    stacks = (tmp_path / "stacks.txt").read_text()
+    assert stacks == "".join(f"rank 1 raised\ncause {attempt}\nrank 0 raised\nconsequence\n" for attempt in range(2))
+
+
 def test_a_tracker_on_a_cluster_gets_the_drivers_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:password@elsewhere")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "password")

@@ -8,9 +8,10 @@ from typing import Any
 
 import ray
 
-from app.attempts import train, train_here
+from app.attempts import train
 from app.cluster import Cluster
 from app.config import Config
+from app.here import train_here
 from app.interrupt import Interrupt
 from app.progress import Display
 from app.tracking import Validation

@@ -1,5 +1,6 @@
 """A data set and a batch sampler made into a DataLoader of whole batches."""
 
+import signal
 from typing import Any, TypedDict
 
 import numpy as np
@@ -109,7 +110,14 @@ def build_loader(
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
         multiprocessing_context=start_method if num_workers else None,
+        worker_init_fn=_leave_signals_to_training,
     )
+
+
+def _leave_signals_to_training(_: int) -> None:
+    """In a loader's process: Ctrl-C on a terminal reaches all that it runs, and training needs its next batches."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which a DataLoader ends them with
 
 
 def _as_it_is(batch: Any) -> Any:

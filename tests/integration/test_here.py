@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.checkpoint import load_checkpoint
+from app.setup import is_fast_at_bf16
+from app.storage import Storage
 from tests.common import PlainNet
-from tests.faults.common import Command, Fit, assert_same_run, slow_config
+from tests.faults.common import Command, Fit, assert_same_run, slow_config, wait_until
 
 pytestmark = [
     pytest.mark.usefixtures("local_ray"),
@@ -43,6 +46,17 @@ class Net(PlainNet):
         return super().forward(images)
 
 
+class SlowToMake(Net):
+    """Is still being made, in torch's code, when the command has long ended."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, int, int]) -> None:
+        super().__init__(num_classes, input_shape)
+        (Path(os.environ["TEST_FOLDER"]) / "making").touch()
+        tensor = torch.rand(500, 500)
+        while True:
+            tensor = (tensor @ tensor).sigmoid()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Fit:
     """By a worker of Ray's: this process is connected to a cluster that it does not own."""
@@ -71,6 +85,9 @@ def test_a_failure_is_counted_and_the_training_goes_on_from_its_checkpoint(tmp_p
     run = command(tmp_path, "fails", max_failures=1)
     assert run.result()[1] == 0, run.output()
     assert "rank 0 failed: no luck" in run.output()
+    [stacks] = re.findall("the traceback is in (.*)", run.output())
+    assert 'raise RuntimeError("no luck")' in Path(stacks).read_text()
+    assert "Traceback" not in run.output()
     assert run.steps_lost(6, run.output()) == 0
     assert_same_run(run, undisturbed)
 
@@ -92,6 +109,48 @@ def test_a_hang_ends_the_run_in_order_and_the_same_command_goes_on(tmp_path: Pat
     again = command(tmp_path, "hangs")
     assert again.result()[1] == 0, again.output()
     assert_same_run(again, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_ctrl_c_twice_leaves_at_once_and_in_order(tmp_path: Path) -> None:
+    run = command(tmp_path, "hangs", hang_timeout_s=600.0)  # so that the first has no effect
+    run.wait_for_step(6)
+    wait_until((tmp_path / "done").exists)
+    run.interrupt()
+    wait_until(lambda: "stopping after a checkpoint" in run.output())
+    run.interrupt()
+    summary, exit_code = run.result()
+    assert (exit_code, summary["status"], summary["step"]) == (130, "killed", 6)
+    assert "Traceback" not in run.output()
+    assert "fatal" not in run.output().lower()
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_ctrl_c_before_the_first_step_leaves_at_once_and_in_order(tmp_path: Path) -> None:
+    run = command(tmp_path, "", "-v", model="tests.integration.test_here:SlowToMake")
+    wait_until((tmp_path / "making").exists)
+    run.interrupt()
+    summary, exit_code = run.result()
+    assert (exit_code, summary["status"], summary["step"]) == (130, "killed", 0)
+    assert "Traceback" not in run.output()
+    assert "fatal" not in run.output().lower()
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_what_auto_came_to_is_kept_by_the_checkpoints_and_after_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = command(tmp_path / "whole", precision="auto")
+    assert whole.result()[1] == 0, whole.output()
+    run = command(tmp_path, "fails", max_failures=1, precision="auto")
+    assert run.result()[1] == 0, run.output()
+    assert_same_run(run, whole)
+    came_to = "bf16" if is_fast_at_bf16(torch.device("cpu")) else "fp32"
+    storage = Storage(str(run.folder / "checkpoints"))
+    assert {load_checkpoint(storage, folder.name).config.precision for folder in run.checkpoints()} == {came_to}
+    assert f"--precision auto: {came_to}" in run.output()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Workers of a Ray of one machine: what tells gloo, NCCL and torch's store to stay on loopback."""
+"""A Ray of one machine: what tells gloo, NCCL and torch's store to stay on loopback, and what is not started there."""
 
 import os
 import subprocess
@@ -8,8 +8,14 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy, NoopDecision
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from app.loopback import LoopbackBackend, OnLoopback
+from app.attempts import TrainerOfThisMachine
+from app.own_ray import NEEDLESS, LoopbackBackend, OnLoopback
 
 
 class Group:
@@ -52,6 +58,26 @@ def test_workers_are_given_the_loopback_interface(monkeypatch: pytest.MonkeyPatc
 
 def test_rays_controller_starts_workers_without_importing_torch() -> None:
     """What is sent to it; importing torch there took as long as in a worker, which waited for it."""
-    script = "import sys, app.loopback, app.failures; print('torch' in sys.modules)"
+    script = "import sys, app.own_ray, app.failures; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.filterwarnings("ignore")  # ray's own
+def test_what_a_cluster_alone_has_use_for_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors of Ray Train's. That it still has them, under these names, is why this is here."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(DataParallelTrainer, "_initialize_and_run_controller", lambda _, **kept: given.update(kept))
+    trainer = TrainerOfThisMachine(lambda: None, scaling_config=ScalingConfig(num_workers=2))
+    theirs = {type(each).__name__ for each in TorchTrainer._create_default_callbacks(trainer)}
+    assert theirs >= NEEDLESS
+    assert {type(each).__name__ for each in trainer._create_default_callbacks()} == theirs - NEEDLESS
+    trainer._initialize_and_run_controller(scaling_policy=FixedScalingPolicy(trainer.scaling_config), kept=True)
+    policy = given["scaling_policy"]
+    assert given["kept"]
+    monkeypatch.setattr(ray, "remote", None)  # by which it would start one
+    policy.after_controller_start(None)
+    decision = policy.make_decision_for_non_running_worker_group()
+    assert (decision.num_workers, decision.resources_per_worker) == (2, {"CPU": 1})
+    assert isinstance(policy.make_decision_for_running_worker_group(None, None), NoopDecision)
+    assert policy._coordinator_client is None

@@ -1,10 +1,12 @@
-"""For a Ray of one machine: the workers meet on loopback, where nobody else can reach them.
+"""For a Ray of one machine, which ends with the run: what Ray Train does differently there.
 
-Ray does by itself there. gloo and NCCL listen on the address that the machine's name stands for, unless they are
-given an interface; and torch's store, by which the workers find each other, on all, unless it is given a socket.
+The workers meet on loopback, where nobody else can reach them. Ray does by itself there. gloo and NCCL listen on the
+address that the machine's name stands for, unless they are given an interface; and torch's store, by which the workers
+find each other, on all, unless it is given a socket.
 
-Ray Train's controller, which sets this up, is a process of its own: torch, and Ray's TorchConfig with it, is imported
-in the workers alone, which start the sooner for it.
+Nor does anything start that a cluster alone has use for: each actor is a process that takes seconds of the cores which
+the workers start on. Ray Train's controller, which sets this up, is one too: torch, and Ray's TorchConfig with it, is
+imported in the workers alone.
 """
 
 import os
@@ -15,10 +17,14 @@ from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.util import TrainingFramework
 
 HOST = "127.0.0.1"
 LEAVE_S = 30.0
+# Callbacks of Ray Train's own, by their names, and what each starts an actor for: Ray Data's shards, of which there are
+# none, and a placement group that outlives its controller, where all ends with the command.
+NEEDLESS = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 _stores: list[Any] = []  # a store ends with the object
 
 
@@ -80,11 +86,16 @@ def join(host: str, port: int, world_size: int, backend: str, timeout_s: int) ->
     """In each worker: as Ray's own backend does it."""
     from ray.train.torch.config import _set_torch_distributed_env_vars, _setup_torch_process_group
 
-    [name] = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]  # of Linux, of macOS
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback()
     os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
     _set_torch_distributed_env_vars()
     _setup_torch_process_group(backend, int(os.environ["RANK"]), world_size, "env://", timeout_s)
+
+
+def loopback() -> str:
+    """The interface's name."""
+    [name] = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]  # of Linux, of macOS
+    return name
 
 
 def leave(destroy_process_group: bool) -> None:
@@ -92,3 +103,13 @@ def leave(destroy_process_group: bool) -> None:
     from ray.train.torch.config import _shutdown_torch
 
     _shutdown_torch(destroy_process_group)
+
+
+class OfThisMachine(FixedScalingPolicy):
+    """In the place of Ray's, which tells Ray Data and the cluster's autoscaler of the workers through an actor."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass

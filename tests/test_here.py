@@ -1,0 +1,144 @@
+"""Training in the command's own process, and what is left of it there."""
+
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ray.train.v2.api.exceptions import WorkerGroupError
+
+from app import here
+from app.cluster import Cluster
+from app.config import Config
+from app.distributed import World
+from app.here import attempt_here, is_here, leave, train_here
+from app.interrupt import TRAINING_HERE
+from app.reporter import Left, Reporter
+from app.worker import Outcome
+
+FINISHED = Outcome("finished")
+
+
+@pytest.mark.parametrize(
+    ("workers", "is_own", "use_gpu", "has_gpu", "wanted"),
+    [
+        (1, True, False, False, True),
+        (1, True, True, True, False),  # a broken context of CUDA's ends with a process, which must not be this one
+        (1, True, False, True, False),  # --device cpu: this process would take the GPU all the same
+        (1, False, False, False, False),  # a cluster's nodes are others
+        (2, True, False, False, False),
+        ("1:2", True, False, False, False),
+    ],
+)
+def test_one_worker_on_this_machine_is_this_process(
+    workers: int | str, is_own: bool, use_gpu: bool, has_gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    cluster = Cluster(use_gpu=use_gpu, num_nodes=1, notes=(), is_own=is_own)
+    assert is_here(Config(num_workers=workers), cluster) is wanted
+
+
+class Tracker:
+    """Knows what it was called with."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda *arguments: self.called.append((name, *arguments)))
+
+
+def trainer_of(loop: Any) -> Any:
+    """In the place of TorchTrainer, whose workers run the loop."""
+
+    def trainer(_: Any, train_loop_config: dict[str, Any], scaling_config: Any) -> SimpleNamespace:
+        assert scaling_config.num_workers == 0
+        return SimpleNamespace(fit=lambda: SimpleNamespace(return_value=loop(train_loop_config)))
+
+    return trainer
+
+
+def test_the_network_is_in_a_process_group_and_the_caller_afterwards_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loop(_: dict[str, Any]) -> Outcome:
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        torch.manual_seed(1)
+        torch.set_num_threads(before + 1)
+        torch.use_deterministic_algorithms(True)
+        return FINISHED
+
+    before, state = torch.get_num_threads(), torch.random.get_rng_state()
+    monkeypatch.setattr(here, "TorchTrainer", trainer_of(loop))
+    assert attempt_here({}) == FINISHED
+    assert not dist.is_initialized()
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (before, False)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_a_failure_is_told_and_leaves_nothing_of_the_training(
+    is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    networks = []
+
+    def loop(_: dict[str, Any]) -> Outcome:
+        network = torch.nn.Linear(2, 2)
+        networks.append(weakref.ref(network))
+        try:
+            raise KeyError("before")
+        except KeyError:
+            raise ValueError("one\ntwo") from None
+
+    tracker, left = Tracker(), threading.Event()
+    if not is_waited_for:
+        left.set()
+    monkeypatch.setattr(here, "TorchTrainer", trainer_of(loop))
+    gc.disable()  # nor does it take long
+    try:
+        with pytest.raises(WorkerGroupError) as failed:
+            attempt_here({"tracker": tracker, "left": left})
+        assert networks[0]() is None
+    finally:
+        gc.enable()
+    assert str(failed.value.worker_failures[0]) == "one\ntwo"
+    assert tracker.called == ([("workers_lost", "rank 0 failed: two", True)] if is_waited_for else [])
+    assert not dist.is_initialized()
+
+
+def test_training_that_nobody_waits_for_ends_when_it_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.reporter.ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n"))
+    monkeypatch.setattr("app.reporter.ray.get", lambda _: None)
+    tracker, left, begun = Tracker(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with Reporter(tracker, "r", World(), 0, 0, 600, left) as reporter:
+            reporter.alive()
+            begun.set()
+            assert left.wait(10)
+            for call in (reporter.alive, reporter.flush):
+                with pytest.raises(Left):
+                    call()
+
+    thread = threading.Thread(target=work, name=TRAINING_HERE)
+    thread.start()
+    assert begun.wait(10)
+    leave(thread, left)
+    assert not thread.is_alive()
+
+
+def test_only_a_training_in_the_commands_process_is_told_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of a sweep has a process of its own, which ends where it hangs, and Ray Tune starts again."""
+    given: list[dict[str, Any]] = []
+
+    def loop(task: dict[str, Any]) -> Outcome:
+        given.append(task)
+        return FINISHED
+
+    monkeypatch.setattr(here, "TorchTrainer", trainer_of(loop))
+    assert train_here({"tracker": None}) == FINISHED
+    assert "left" not in given[0]
