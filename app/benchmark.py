@@ -51,7 +51,9 @@ NAMES = {
 class Command(BaseModel):
     """What to measure."""
 
-    num_workers: str = Field("1,2", description="Numbers of training processes to measure, such as 1,2,4.")
+    num_workers: str = Field(
+        "1,2", description="Numbers of training processes to measure, such as 1,2,4; not taken from --config."
+    )
     steps: int = Field(50, description="Steps measured for each number of workers.")
     warmup: int = Field(10, description="Steps before these, which are not counted.")
     scaling: Literal["strong", "weak"] = Field(
@@ -77,6 +79,13 @@ class Row:
         return self.times.samples / self.times.seconds
 
     @property
+    def speed(self) -> float:
+        """samples/s without evaluations and checkpoints, which fall among the measured steps of one row and not among
+        those of another."""
+        beside = self.times.parts["validation"] + self.times.parts["checkpoint"]
+        return self.times.samples / (self.times.seconds - beside)
+
+    @property
     def step_ms(self) -> float:
         return 1000 * self.times.seconds / self.times.steps
 
@@ -86,7 +95,7 @@ class Row:
 
     def told(self, first: "Row") -> dict[str, Any]:
         """For programs."""
-        speedup = self.samples_per_s / first.samples_per_s
+        speedup = self.speed / first.speed
         return {
             "workers": self.workers,
             "batch_size": self.batch_size,

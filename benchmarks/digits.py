@@ -16,6 +16,8 @@ def drawn(count: int, side: int, train: bool) -> tuple[np.ndarray, np.ndarray]:
     """count digits (count, side, side) uint8, turned, moved and scaled at random, and their labels; those of
     train and of test are drawn from different originals."""
     images, labels = map(np.asarray, load_digits(return_X_y=True))
+    order = np.random.default_rng(2).permutation(len(images))  # its writers come one after the other
+    images, labels = images[order], labels[order]
     generator = np.random.default_rng(int(train))
     first = int(len(images) * HELD_OUT)
     chosen = generator.integers(first, len(images), count) if train else generator.integers(0, first, count)

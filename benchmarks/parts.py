@@ -169,7 +169,8 @@ def serve(calls: Any, folder: str) -> None:
 
 
 def tracking(data: Path, rounds: int) -> Iterator[Row]:
-    """Steps that are recorded as app.worker does, every --log-every of them, against steps that are not."""
+    """Steps that are recorded as app.worker does, every --log-every of them, against steps that are not: by a queue to
+    another process in the place of Ray's calls, which only the row of the whole command has (commands)."""
     config = mnist_config(data, epochs=1000)
     training, steps = build(config, load_splits(config))
     with tempfile.TemporaryDirectory() as folder:
@@ -321,8 +322,8 @@ def on_a_gpu(data: Path, rounds: int) -> Iterator[Row]:
             continue
         settings: dict[str, Any] = {"model": model, "dataset": "synthetic", "image_size": side, "batch_size": 256}
         settings |= {"synthetic_samples": 4096, "epochs": 10_000, "loader_workers": 0}
-        plain = Config(**settings)
-        fast = Config(**settings, precision="bf16", channels_last=True, compile=True)
+        plain = Config(**settings, channels_last=False)
+        fast = Config(**settings, precision="bf16", compile=True)
         splits = load_splits(plain)
         training, steps = build(fast, splits)
         _, plain_steps = build(plain, splits)

@@ -1,11 +1,12 @@
 """python -m benchmarks.run [--rounds 3] [--model mnist-cnn] [--epochs 2] [--only ours ddp ...] [--out FILE.json]
 
 Ours and what others train the same network with, in turn (A B C A B C ...), each as its own command on the same
-files: samples/s, seconds from the command to the first step and to a test accuracy, peak memory, and ratios to ours.
-With --out also a JSON and a picture beside it.
+files, with as many cores to a worker: samples/s by the clock, seconds from the command to the first step and to a test
+accuracy, peak memory, and ratios to ours. With --out also a JSON and a picture beside it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -17,14 +18,17 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from app.spool import read_records
 from benchmarks.digits import write_folder, write_mnist
 
 ROOT = Path(__file__).parents[1]
+OURS = {"ours": [], "ours, --precision auto": ["--precision", "auto"]}
 PEERS = {
     "ddp": ["ddp"],
     "ray minimum": ["ray_minimum"],
@@ -113,6 +117,7 @@ def run_ours(flags: list[str], data: Path, given: argparse.Namespace) -> Measure
         command = [sys.executable, "-m", "app.train", "--run-name", "r", "--dataset", dataset, "--data-dir", str(data)]
         command += ["--model", given.model, "--epochs", str(given.epochs), "--num-workers", str(given.num_workers)]
         command += ["--batch-size", str(given.batch_size * given.num_workers)]
+        command += ["--cpus-per-worker", str(max(1, (os.cpu_count() or 1) // given.num_workers))]
         if dataset == "image-folder":
             command += ["--image-size", "64", "--augment", "none"]
         began = time.time()
@@ -131,32 +136,34 @@ def run_ours(flags: list[str], data: Path, given: argparse.Namespace) -> Measure
         for line in process.stdout:
             if not first_step_s and line.startswith("epoch 1/"):
                 first_step_s = time.time() - began
-        ended = time.time() - began
         peak = memory.end()
         if process.wait():
             raise RuntimeError(f"app.train failed:\n{(Path(folder) / 'errors.txt').read_text()[-3000:]}")
         summary = json.loads(line)
-        speeds = read_speeds(Path(folder) / "runs" / "r" / "tracking", summary["step"] // given.epochs)
-    accuracy = summary["metrics"]["test/accuracy"]
+        records = [record for record, _ in read_records(Path(folder) / "runs" / "r" / "tracking", 0)]
+    records = [record for record in records if record["kind"] == "metrics"]
+    [tested] = [record for record in records if "test/accuracy" in record["values"]]
+    accuracy = tested["values"]["test/accuracy"]
     return Measured(
-        samples_per_s=statistics.median(speeds),
+        samples_per_s=given.batch_size * given.num_workers * steps_per_s(records, summary["step"] // summary["epoch"]),
         first_step_s=first_step_s,
-        accurate_s=ended if accuracy >= given.accuracy else None,
+        accurate_s=tested["time_ms"] / 1000 - began if accuracy >= given.accuracy else None,
         accuracy=accuracy,
         memory_mb=peak,
     )
 
 
-def read_speeds(tracking: Path, first_epoch: int) -> list[float]:
-    """The recorded samples/s of the steps after the first epoch, or of all where there is no other."""
-    from app.spool import read_records
-
-    found = [
-        (record["step"], record["values"]["perf/samples_per_s"])
-        for record, _ in read_records(tracking, 0)
-        if record["kind"] == "metrics" and "perf/samples_per_s" in record["values"]
+def steps_per_s(records: list[dict[str, Any]], steps_per_epoch: int) -> float:
+    """By the clock, from record to record of the epochs after the first, or of all where there is no other; without
+    the evaluation and the checkpoint between two epochs, which those of the others leave out too."""
+    at = [(record["step"], record["time_ms"] / 1000) for record in records if "train/loss" in record["values"]]
+    within = [
+        (end - start, ended - began)
+        for (start, began), (end, ended) in itertools.pairwise(at)
+        if start % steps_per_epoch and (start // steps_per_epoch) == (end - 1) // steps_per_epoch
+        if start > steps_per_epoch or at[-1][0] <= steps_per_epoch
     ]
-    return [speed for step, speed in found if step > first_epoch + 5] or [speed for _, speed in found]
+    return sum(steps for steps, _ in within) / sum(seconds for _, seconds in within)
 
 
 def environment(folder: str) -> dict[str, str]:
@@ -174,11 +181,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128, help="Of each worker.")
     parser.add_argument("--accuracy", type=float, default=0.985)
     parser.add_argument("--samples", type=int, help="For training. Default: as many as MNIST has, or 4,000 images.")
-    parser.add_argument("--only", nargs="+", choices=("ours", *PEERS))
-    parser.add_argument("--ours", default="", help="More flags for app.train, in one word.")
+    parser.add_argument("--only", nargs="+", choices=[*OURS, *PEERS])
+    parser.add_argument("--ours", default="", help="More flags for app.train, in one word; they win.")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    names = given.only or ["ours", *PEERS]
+    names = given.only or [*OURS, *PEERS]
     found: dict[str, list[Measured]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
@@ -186,8 +193,10 @@ def main() -> None:
         (write_mnist if given.model == "mnist-cnn" else write_folder)(data, *counts)
         for number in range(given.rounds):
             for name in names:
-                run = run_ours if name == "ours" else run_peer
-                measured = run(given.ours.split() if name == "ours" else PEERS[name], data, given)
+                if name in OURS:
+                    measured = run_ours([*OURS[name], *given.ours.split()], data, given)
+                else:
+                    measured = run_peer(PEERS[name], data, given)
                 found[name].append(measured)
                 print(f"round {number + 1}  {name}: {measured}", file=sys.stderr, flush=True)
     report(found)
@@ -214,7 +223,7 @@ def draw(found: dict[str, list[Measured]], title: str, path: Path) -> None:
         (axes[1], "first_step_s", "seconds to the first step"),
     ):
         rounds = [[getattr(each, field) for each in found[name]] for name in names]
-        colours = ["tab:orange" if name == "ours" else "tab:blue" for name in names]
+        colours = ["tab:orange" if name in OURS else "tab:blue" for name in names]
         axis.barh(names, [statistics.median(each) for each in rounds], color=colours, alpha=0.6)
         for row, each in enumerate(rounds):
             axis.plot(each, [row] * len(each), ".", color="black", markersize=4)
@@ -236,7 +245,7 @@ def report(found: dict[str, list[Measured]]) -> None:
         table.add_column(column, justify="left" if not column else "right")
     for name, rounds in found.items():
         ratios = [
-            ours.samples_per_s / each.samples_per_s for ours, each in zip(found.get("ours") or [], rounds, strict=False)
+            ours.samples_per_s / each.samples_per_s for ours, each in zip(found.get("ours", []), rounds, strict=False)
         ]
         accurate = [each.accurate_s for each in rounds if each.accurate_s is not None]
         accuracies = [each.accuracy for each in rounds if each.accuracy is not None]

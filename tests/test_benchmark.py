@@ -94,11 +94,15 @@ def test_speed_up_and_efficiency_are_those_against_the_first_row(
     rows = [row(2, 4.0), row(8, 2.0), row(1, 10.0)]
     told = [each.told(rows[0]) for each in rows]
     assert [each["samples_per_s"] for each in told] == [250, 500, 100]
-    assert [each["speedup"] for each in told] == [1, 2, 0.4]
-    assert [each["efficiency"] for each in told] == [1, 0.5, 0.8]
+    assert [each["speedup"] for each in told] == pytest.approx([1, 2, 0.4])
+    assert [each["efficiency"] for each in told] == pytest.approx([1, 0.5, 0.8])
     assert [each["step_ms"] for each in told] == [400, 200, 1000]
     for each in told:
         assert sum(each["parts_ms"].values()) == pytest.approx(each["step_ms"])
+    ends_an_epoch = row(8, 2.0)
+    ends_an_epoch.times.parts["validation"] += 3.0
+    assert ends_an_epoch.told(rows[0])["samples_per_s"] == 200
+    assert ends_an_epoch.told(rows[0])["efficiency"] == pytest.approx(0.5)  # as without it
     print_table(told, "a title")
     shown = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
     cells = {words[0].strip(): [word.strip() for word in words[1:]] for words in shown}

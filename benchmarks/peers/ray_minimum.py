@@ -1,5 +1,6 @@
 """Ray Train: the documented minimum, a TorchTrainer with prepare_model and prepare_data_loader."""
 
+import os
 from typing import Any
 
 import ray.train
@@ -54,5 +55,8 @@ if __name__ == "__main__":
     TorchTrainer(
         train_func,
         train_loop_config={"task": given},
-        scaling_config=ScalingConfig(num_workers=given.workers),
+        scaling_config=ScalingConfig(
+            num_workers=given.workers,
+            resources_per_worker={"CPU": max(1, (os.cpu_count() or 1) // given.workers)},
+        ),
     ).fit()
