@@ -3,6 +3,8 @@
 Within an attempt Ray Train starts workers that died again. A new attempt is made where the number of
 workers is to change, and where a node is about to go. Either way training goes on from the newest
 checkpoint, with the same samples in the same steps. One worker on a Ray of this machine is this process.
+
+torch is imported where it is needed alone: workers start the sooner for each process that does without.
 """
 
 import threading
@@ -10,30 +12,33 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
-from app.clock import Span
 from app.cluster import Cluster
 from app.config import Config
 from app.failures import TellFailures, why
-from app.here import attempt_here, is_here, leave
 from app.interrupt import TRAINING_HERE, Interrupt
 from app.memory import variables
 from app.nodes import look_here
-from app.own_ray import NEEDLESS, OfThisMachine, OnLoopback
+from app.outcome import Outcome
+from app.own_ray import TrainerOfThisMachine
 from app.places import Places, draining_nodes
 from app.progress import LOOK_EVERY_S, Display
 from app.tracking import Progress
-from app.worker import Outcome, train_loop_per_worker
+
+if TYPE_CHECKING:
+    from app.clock import Span
 
 # How often the cluster is asked for nodes that are to go, and for more places.
 CLUSTER_EVERY_S = 1.0
+# How long training in this process that nobody waits for any more may take to end: the process ends without it then
+# (interrupt.exit_with).
+LEAVE_S = 2.0
 # Ranks wait for each other's data to be fetched, without a step that the watchdog could miss.
 SET_UP_S = 4 * 3600
 
@@ -44,7 +49,7 @@ def train(
     tracker: Any,
     display: Display,
     interrupt: Interrupt,
-    span: Span | None = None,
+    span: "Span | None" = None,
 ) -> Outcome:
     """Train to the end, until it is interrupted or fails for good, or until the steps of the span are measured."""
     screen = Screen(tracker, display)
@@ -134,7 +139,7 @@ def attempt(
     tracker: Any,
     screen: Screen,
     interrupt: Interrupt,
-    span: Span | None = None,
+    span: "Span | None" = None,
 ) -> Outcome:
     """Run Ray Train in a thread; meanwhile show its progress, hear signals and watch the cluster.
 
@@ -143,6 +148,8 @@ def attempt(
     task = {"config": config.model_dump(), "tracker": tracker, "phases": screen.phases, "span": span}
     here, left = is_here(config, cluster), threading.Event()
     if here:
+        from app.here import attempt_here
+
         run = partial(attempt_here, task | {"left": left})
     else:
         task["here"] = None if cluster.is_own else look_here(config)
@@ -183,52 +190,53 @@ def attempt(
             thread.join(LOOK_EVERY_S)
     finally:
         watch.close()
-        if here:
-            leave(thread, left)
+        if here:  # what it reports from now on ends it
+            left.set()
+            thread.join(LEAVE_S)
+
+
+def is_here(config: Config, cluster: Cluster) -> bool:
+    """Whether the command's process is the worker: there is none to wait for. What has gone wrong on a GPU ends with
+    the process that has it, so there it is one of Ray's."""
+    if not (cluster.is_own and config.max_workers == 1 and not cluster.use_gpu):
+        return False
+    import torch
+
+    # Ray Train's local mode takes a GPU where there is one, whatever --device says.
+    return not torch.cuda.is_available()
 
 
 def in_workers(
     task: dict[str, Any], config: Config, cluster: Cluster, num_workers: int, budget: FailureConfig
 ) -> Callable[[], Outcome]:
     """Training in processes that Ray starts."""
-    trainer = (TrainerOfThisMachine if cluster.is_own else TorchTrainer)(
-        train_loop_per_worker,
-        train_loop_config=task,
-        scaling_config=ScalingConfig(
+    given: dict[str, Any] = {
+        "train_loop_config": task,
+        "scaling_config": ScalingConfig(
             num_workers=num_workers,
             use_gpu=cluster.use_gpu,
             resources_per_worker=resources_per_worker(config, cluster),
             placement_strategy="SPREAD",  # over the nodes: each one's memory and disks serve fewer workers
         ),
-        torch_config=torch_config(cluster),
         # Checkpoints are ours (checkpoint.py), so Ray has no record of them that could be damaged or
         # contradict what lies in the run's folder.
-        run_config=RunConfig(
+        "run_config": RunConfig(
             name=config.run_name,
             storage_path=config.output_dir,
             failure_config=budget,
             callbacks=[TellFailures(task["tracker"])],
             worker_runtime_env={} if cluster.use_gpu else {"env_vars": variables()},
         ),
-    )
+    }
+    if cluster.is_own:
+        trainer = TrainerOfThisMachine(SET_UP_S, **given)
+    else:
+        from ray.train.torch import TorchConfig, TorchTrainer
+
+        from app.worker import train_loop_per_worker
+
+        trainer = TorchTrainer(train_loop_per_worker, torch_config=TorchConfig(timeout_s=SET_UP_S), **given)
     return lambda: cast(Outcome, trainer.fit().return_value)
-
-
-def torch_config(cluster: Cluster) -> TorchConfig:
-    if not cluster.is_own:
-        return TorchConfig(timeout_s=SET_UP_S)
-    return cast(TorchConfig, OnLoopback(timeout_s=SET_UP_S))  # all of one that TorchTrainer looks at
-
-
-class TrainerOfThisMachine(TorchTrainer):
-    """On a Ray of this machine. It takes part in what TorchTrainer does inside: a Ray that does it in another way
-    starts a few needless actors again, which a test would see."""
-
-    def _create_default_callbacks(self) -> list[Any]:
-        return [each for each in super()._create_default_callbacks() if type(each).__name__ not in NEEDLESS]
-
-    def _initialize_and_run_controller(self, **given: Any) -> Any:
-        return super()._initialize_and_run_controller(**given | {"scaling_policy": OfThisMachine(self.scaling_config)})
 
 
 class ClusterWatch:

@@ -2,6 +2,7 @@
 
 import getpass
 import importlib
+import os
 import platform
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ from app.tracking import DeliveryState, Tracker
 from app.user_code import import_own
 
 if TYPE_CHECKING:
-    from app.worker import Outcome
+    from app.outcome import Outcome
 
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "killed": "KILLED"}
 # How long a finished run waits for its records to be delivered: while MLflow answers, and once it does not.
@@ -95,7 +96,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
         from app.attempts import train
         from app.failures import LESS_MEMORY, why_a_worker
 
-        phases("torch is imported")
+        phases("what trains is imported")
         try:
             outcome = train(config, cluster, tracker, display, interrupt)
             summary = finish(config, outcome, tracker, display, interrupt)
@@ -117,7 +118,10 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
 def import_beside(config: Config) -> None:
     """What takes seconds to import: beside Ray's start, not after it."""
     importlib.import_module("app.attempts")
-    if config.max_workers == 1:  # which trains here: torch's optimizers import its compiler, used or not
+    if "RAY_ADDRESS" in os.environ:
+        importlib.import_module("app.worker")
+    elif config.max_workers == 1:  # which trains here: torch's optimizers import its compiler, used or not
+        importlib.import_module("app.here")
         importlib.import_module("torch._dynamo")
 
 

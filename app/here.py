@@ -1,13 +1,11 @@
 """Training in this process: of the command's own one worker, and of a sweep's trial.
 
-The command itself is the worker where it starts a Ray of its own, has one worker and computes on the CPU: there is no
-process to wait for. What has gone wrong on a GPU ends with the process that has it, so there it is one of Ray's.
+The command itself is the worker where there is one, on a Ray of this machine and a CPU (attempts.is_here).
 """
 
 import contextlib
 import gc
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -18,20 +16,10 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs
 
-from app.cluster import Cluster
-from app.config import Config
 from app.failures import why
+from app.outcome import Outcome
 from app.own_ray import loopback
-from app.worker import Outcome, train_loop_per_worker
-
-# How long training that nobody waits for any more is given to end; the process ends without it then (cli.run_main).
-LEAVE_S = 2.0
-
-
-def is_here(config: Config, cluster: Cluster) -> bool:
-    """Whether the command's process is the worker."""
-    # Ray Train's local mode takes a GPU where there is one, whatever --device says.
-    return cluster.is_own and config.max_workers == 1 and not cluster.use_gpu and not torch.cuda.is_available()
+from app.worker import train_loop_per_worker
 
 
 def train_here(task: dict[str, Any]) -> Outcome:
@@ -56,12 +44,6 @@ def attempt_here(task: dict[str, Any]) -> Outcome:
     if not task["left"].is_set():
         task["tracker"].workers_lost.remote(why(failure), True)
     raise failure
-
-
-def leave(thread: threading.Thread, left: threading.Event) -> None:
-    """Wait no longer for the thread that trains: what it reports from now on ends it."""
-    left.set()
-    thread.join(LEAVE_S)
 
 
 @contextlib.contextmanager

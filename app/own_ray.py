@@ -5,7 +5,7 @@ address that the machine's name stands for, unless they are given an interface; 
 find each other, on all, unless it is given a socket.
 
 Nor does anything start that a cluster alone has use for: each actor is a process that takes seconds of the cores which
-the workers start on. Ray Train's controller, which sets this up, is one too: torch, and Ray's TorchConfig with it, is
+the workers start on. Ray Train's controller, which sets this up, is one too: torch, and Ray's TorchTrainer with it, is
 imported in the workers alone.
 """
 
@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.train import ScalingConfig
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.util import TrainingFramework
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 HOST = "127.0.0.1"
 LEAVE_S = 30.0
@@ -30,10 +32,10 @@ _stores: list[Any] = []  # a store ends with the object
 
 @dataclass
 class OnLoopback(BackendConfig):
-    """In the place of TorchConfig. backend: TorchTrainer sets it by the device. timeout_s: of collectives."""
+    """In the place of TorchConfig. backend: gloo or nccl. timeout_s: of collectives."""
 
     timeout_s: int
-    backend: str | None = None
+    backend: str
 
     @property
     def backend_cls(self) -> type:
@@ -113,3 +115,25 @@ class OfThisMachine(FixedScalingPolicy):
 
     def _maybe_send_resource_request(self) -> None:
         pass
+
+
+class TrainerOfThisMachine(DataParallelTrainer):
+    """In the place of TorchTrainer. It takes part in what Ray's trainers do inside: a Ray that does it in another way
+    starts a few needless actors again, which a test would see."""
+
+    def __init__(self, timeout_s: int, *, scaling_config: ScalingConfig, **given: Any):
+        backend = OnLoopback(timeout_s, "nccl" if scaling_config.use_gpu else "gloo")
+        super().__init__(train_loop, backend_config=backend, scaling_config=scaling_config, **given)
+
+    def _create_default_callbacks(self) -> list[Any]:
+        return [each for each in super()._create_default_callbacks() if type(each).__name__ not in NEEDLESS]
+
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        return super()._initialize_and_run_controller(**given | {"scaling_policy": OfThisMachine(self.scaling_config)})
+
+
+def train_loop(task: dict[str, Any]) -> Any:
+    """In each worker."""
+    from app.worker import train_loop_per_worker
+
+    return train_loop_per_worker(task)

@@ -6,7 +6,6 @@ data -> restore -> model -> optimizer -> loaders -> steps: train, record, evalua
 import math
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -16,7 +15,7 @@ import ray.train.torch
 import torch
 
 from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint
-from app.clock import Span, StepClock, StepTimes
+from app.clock import Span, StepClock
 from app.config import Config
 from app.data.datasets import load_splits
 from app.data.loader import Batch
@@ -29,6 +28,7 @@ from app.metrics import Evaluation, Window
 from app.models.build import preprocessing
 from app.nodes import Here, refuse_other_node
 from app.optim import build_optimizer, learning_rate
+from app.outcome import Outcome
 from app.phases import NO_PHASES, Phases
 from app.reporter import Left, Reporter
 from app.runs import Status, checkpoint_name, checkpoint_storage, stored_tokenizer
@@ -51,26 +51,6 @@ from app.weights import load_weights
 NUM_WORST = 25
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the training ended, or paused to go on with new workers. metrics are the best checkpoint's.
-
-    error and exit_code are set when it failed, step_times when they were asked for and all steps were made.
-    """
-
-    status: Status
-    checkpoint: str | None = None
-    epoch: int = 0
-    step: int = 0
-    samples_seen: int = 0
-    samples_per_s: float | None = None
-    train_seconds: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    exit_code: int = 0
-    step_times: StepTimes | None = None
 
 
 class RefusedTogether(Exception):

@@ -10,14 +10,14 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, Wo
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from app import attempts
-from app.attempts import ClusterWatch
+from app.attempts import ClusterWatch, is_here
 from app.cluster import Cluster
 from app.config import Config
 from app.failures import LESS_MEMORY, why
 from app.interrupt import Interrupt
+from app.outcome import Outcome
 from app.progress import Display
 from app.tracking import Live, Progress
-from app.worker import Outcome
 
 DIED = WorkerHealthCheckFailedError("a long text", RayActorError())
 CUT_OFF = RuntimeError("[/__w/pytorch/third_party/gloo/pair.cc:545] Connection reset by peer")
@@ -180,3 +180,22 @@ def test_a_cluster_that_does_not_answer_is_no_reason(watch: ClusterWatch, monkey
 
     monkeypatch.setattr(attempts, "draining_nodes", unreachable)
     assert watch.reason_to_pause(at(1, "a")) is None
+
+
+@pytest.mark.parametrize(
+    ("workers", "is_own", "use_gpu", "has_gpu", "wanted"),
+    [
+        (1, True, False, False, True),
+        (1, True, True, True, False),  # a broken context of CUDA's ends with a process, which must not be this one
+        (1, True, False, True, False),  # --device cpu: this process would take the GPU all the same
+        (1, False, False, False, False),  # a cluster's nodes are others
+        (2, True, False, False, False),
+        ("1:2", True, False, False, False),
+    ],
+)
+def test_one_worker_on_this_machine_is_this_process(
+    workers: int | str, is_own: bool, use_gpu: bool, has_gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    cluster = Cluster(use_gpu=use_gpu, num_nodes=1, notes=(), is_own=is_own)
+    assert is_here(Config(num_workers=workers), cluster) is wanted

@@ -12,34 +12,12 @@ import torch.distributed as dist
 from ray.train.v2.api.exceptions import WorkerGroupError
 
 from app import here
-from app.cluster import Cluster
-from app.config import Config
 from app.distributed import World
-from app.here import attempt_here, is_here, leave, train_here
-from app.interrupt import TRAINING_HERE
+from app.here import attempt_here, train_here
+from app.outcome import Outcome
 from app.reporter import Left, Reporter
-from app.worker import Outcome
 
 FINISHED = Outcome("finished")
-
-
-@pytest.mark.parametrize(
-    ("workers", "is_own", "use_gpu", "has_gpu", "wanted"),
-    [
-        (1, True, False, False, True),
-        (1, True, True, True, False),  # a broken context of CUDA's ends with a process, which must not be this one
-        (1, True, False, True, False),  # --device cpu: this process would take the GPU all the same
-        (1, False, False, False, False),  # a cluster's nodes are others
-        (2, True, False, False, False),
-        ("1:2", True, False, False, False),
-    ],
-)
-def test_one_worker_on_this_machine_is_this_process(
-    workers: int | str, is_own: bool, use_gpu: bool, has_gpu: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    cluster = Cluster(use_gpu=use_gpu, num_nodes=1, notes=(), is_own=is_own)
-    assert is_here(Config(num_workers=workers), cluster) is wanted
 
 
 class Tracker:
@@ -113,22 +91,14 @@ def test_a_failure_is_told_and_leaves_nothing_of_the_training(
 def test_training_that_nobody_waits_for_ends_when_it_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("app.reporter.ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n"))
     monkeypatch.setattr("app.reporter.ray.get", lambda _: None)
-    tracker, left, begun = Tracker(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        with Reporter(tracker, "r", World(), 0, 0, 600, left) as reporter:
-            reporter.alive()
-            begun.set()
-            assert left.wait(10)
-            for call in (reporter.alive, reporter.flush):
-                with pytest.raises(Left):
-                    call()
-
-    thread = threading.Thread(target=work, name=TRAINING_HERE)
-    thread.start()
-    assert begun.wait(10)
-    leave(thread, left)
-    assert not thread.is_alive()
+    left = threading.Event()
+    with Reporter(Tracker(), "r", World(), 0, 0, 600, left) as reporter:
+        reporter.alive()
+        reporter.flush()
+        left.set()
+        for call in (reporter.alive, reporter.flush):
+            with pytest.raises(Left):
+                call()
 
 
 def test_only_a_training_in_the_commands_process_is_told_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,10 @@ import psutil
 import pytest
 import ray
 from ray.train import ScalingConfig
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy, NoopDecision
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from app.attempts import TrainerOfThisMachine
-from app.own_ray import NEEDLESS, LoopbackBackend, OnLoopback
+from app.own_ray import NEEDLESS, LoopbackBackend, OnLoopback, TrainerOfThisMachine
 
 
 class Group:
@@ -56,9 +54,9 @@ def test_workers_are_given_the_loopback_interface(monkeypatch: pytest.MonkeyPatc
     assert [address.ip for address in listening if address.port == port][:1] == [host] == ["127.0.0.1"]
 
 
-def test_rays_controller_starts_workers_without_importing_torch() -> None:
-    """What is sent to it; importing torch there took as long as in a worker, which waited for it."""
-    script = "import sys, app.own_ray, app.failures; print('torch' in sys.modules)"
+def test_the_command_and_rays_controller_start_workers_without_importing_torch() -> None:
+    """What is sent to the controller is in own_ray and failures; each that imports torch holds up the workers."""
+    script = "import sys, app.fit, app.attempts, app.own_ray, app.failures; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -68,8 +66,9 @@ def test_what_a_cluster_alone_has_use_for_is_not_started(monkeypatch: pytest.Mon
     """Actors of Ray Train's. That it still has them, under these names, is why this is here."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(DataParallelTrainer, "_initialize_and_run_controller", lambda _, **kept: given.update(kept))
-    trainer = TrainerOfThisMachine(lambda: None, scaling_config=ScalingConfig(num_workers=2))
-    theirs = {type(each).__name__ for each in TorchTrainer._create_default_callbacks(trainer)}
+    trainer = TrainerOfThisMachine(7, scaling_config=ScalingConfig(num_workers=2))
+    assert trainer.backend_config == OnLoopback(7, "gloo")
+    theirs = {type(each).__name__ for each in DataParallelTrainer._create_default_callbacks(trainer)}
     assert theirs >= NEEDLESS
     assert {type(each).__name__ for each in trainer._create_default_callbacks()} == theirs - NEEDLESS
     trainer._initialize_and_run_controller(scaling_policy=FixedScalingPolicy(trainer.scaling_config), kept=True)

@@ -13,9 +13,9 @@ from app.cluster import Cluster
 from app.config import Config
 from app.here import train_here
 from app.interrupt import Interrupt
+from app.outcome import Outcome
 from app.progress import Display
 from app.tracking import Validation
-from app.worker import Outcome
 from tune.tracker import TrackerOf
 
 

@@ -19,10 +19,10 @@ from app.config_file import to_yaml
 from app.data.datasets import check_data
 from app.errors import BadInput, TrainingFailed, plain_message
 from app.fit import MLFLOW_STATUS, begin, concluded, parameters, tags
+from app.outcome import Outcome
 from app.runs import checkpoint_names, checkpoint_storage, open_run, step_of, tokenizer_to_go_on_with
 from app.storage import Storage
 from app.tracking import DeliveryState, Validation
-from app.worker import Outcome
 from tune.ledger import ENDED, Trial, trial_name
 from tune.space import Value
 from tune.tracker import TrackerOf

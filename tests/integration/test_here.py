@@ -23,8 +23,9 @@ pytestmark = [
 ONE = {"num_workers": 1, "epochs": 2, "model": "tests.integration.test_here:Net"}
 
 
-PHASES = ["the settings are read", "the data is there", "Ray is up", "torch is imported", "the workers are started"]
-PHASES += ["a worker begins", "a worker has its data", "a worker has its model", "the first step is made"]
+PHASES = ["the settings are read", "the data is there", "Ray is up", "what trains is imported"]
+PHASES += ["the workers are started", "a worker begins", "a worker has its data", "a worker has its model"]
+PHASES += ["the first step is made"]
 
 
 class Net(PlainNet):
