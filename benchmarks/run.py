@@ -8,6 +8,7 @@ accuracy, peak memory, and ratios to ours. With --out also a JSON and a picture 
 import argparse
 import itertools
 import json
+import math
 import os
 import platform
 import statistics
@@ -163,6 +164,8 @@ def steps_per_s(records: list[dict[str, Any]], steps_per_epoch: int) -> float:
         if start % steps_per_epoch and (start // steps_per_epoch) == (end - 1) // steps_per_epoch
         if start > steps_per_epoch or at[-1][0] <= steps_per_epoch
     ]
+    if not within:
+        return math.nan  # epochs shorter than from record to record
     return sum(steps for steps, _ in within) / sum(seconds for _, seconds in within)
 
 
