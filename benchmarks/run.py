@@ -146,7 +146,9 @@ def run_ours(flags: list[str], data: Path, given: argparse.Namespace) -> Measure
     [tested] = [record for record in records if "test/accuracy" in record["values"]]
     accuracy = tested["values"]["test/accuracy"]
     return Measured(
-        samples_per_s=given.batch_size * given.num_workers * steps_per_s(records, summary["step"] // summary["epoch"]),
+        samples_per_s=summary["samples_seen"]
+        / summary["step"]
+        * steps_per_s(records, summary["step"] // summary["epoch"]),
         first_step_s=first_step_s,
         accurate_s=tested["time_ms"] / 1000 - began if accuracy >= given.accuracy else None,
         accuracy=accuracy,
