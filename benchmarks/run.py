@@ -208,7 +208,10 @@ def main() -> None:
     if given.out:
         machine = f"{os.cpu_count()} cores of {processor()}"
         draw(found, f"{given.model}, {given.num_workers} workers, {machine}", given.out.with_suffix(".png"))
-        content = {"machine": machine, "settings": vars(given) | {"out": str(given.out)}}
+        content = {
+            "machine": machine,
+            "settings": {name: value for name, value in vars(given).items() if name != "out"},
+        }
         content |= {"measured": {name: [asdict(each) for each in rounds] for name, rounds in found.items()}}
         given.out.write_text(json.dumps(content, indent=1) + "\n")
 
