@@ -111,8 +111,8 @@ def set_environment() -> None:
     """Ray's settings in the environment, but for those that the user has set there."""
     settings = {
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else Ray makes a second environment for its workers
-        # Polls of the workers' health: also how soon a dead worker or the end is noticed.
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+        # Polls of the workers' health, which take time of theirs: also how soon a dead one or the end is noticed.
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers find the user's modules where the command was started
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",  # then attempts.py looks how many have room
         "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",  # else it refuses a job with modules of its own, see runtime_env()
