@@ -247,26 +247,31 @@ def processor() -> str:
     return names[0].partition(":")[2].strip() if names else platform.processor()
 
 
+def shown_ratio(ours: list[Measured], others: list[Measured]) -> str:
+    """Of the speeds, round by round."""
+    ratios = [one.samples_per_s / other.samples_per_s for one, other in zip(ours, others, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def report(found: dict[str, list[Measured]]) -> None:
     table = Table()
-    for column in ("", "samples/s", "ours by it", "first step, s", "accurate after, s", "accuracy", "memory, MB"):
+    ours = [name for name in OURS if name in found]
+    ratios = [f"{name}: by it" for name in ours]
+    for column in ("", "samples/s", *ratios, "first step, s", "accurate after, s", "accuracy", "memory, MB"):
         table.add_column(column, justify="left" if not column else "right")
     for name, rounds in found.items():
-        ratios = [
-            ours.samples_per_s / each.samples_per_s for ours, each in zip(found.get("ours", []), rounds, strict=False)
-        ]
         accurate = [each.accurate_s for each in rounds if each.accurate_s is not None]
         accuracies = [each.accuracy for each in rounds if each.accuracy is not None]
         table.add_row(
             name,
             f"{statistics.median(each.samples_per_s for each in rounds):,.0f}",
-            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "",
+            *(shown_ratio(found[mine], rounds) for mine in ours),
             f"{statistics.median(each.first_step_s for each in rounds):.1f}",
             f"{statistics.median(accurate):.1f}" if accurate else "",
             f"{statistics.median(accuracies):.4f}" if accuracies else "",
             f"{statistics.median(each.memory_mb for each in rounds):,.0f}",
         )
-    Console(width=120).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def test_processes_that_the_holder_has_forked_do_not_hold_it(tmp_path: Path) -> 
     code = (
         "import os, signal; from app.lock import held; from app.storage import Storage\n"
         f"with held(Storage({str(tmp_path)!r}), 'r'):\n"
-        "    if os.fork() == 0: signal.pause()\n"
+        "    there, here = os.pipe()\n"
+        "    if os.fork() == 0: os.write(here, b'.'), signal.pause()\n"
+        "    os.read(there, 1)\n"
         "    os._exit(9)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
