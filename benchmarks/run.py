@@ -117,10 +117,11 @@ def run_ours(flags: list[str], data: Path, given: argparse.Namespace) -> Measure
         dataset = "mnist" if given.model == "mnist-cnn" else "image-folder"
         command = [sys.executable, "-m", "app.train", "--run-name", "r", "--dataset", dataset, "--data-dir", str(data)]
         command += ["--model", given.model, "--epochs", str(given.epochs), "--num-workers", str(given.num_workers)]
+        command += ["--augment", "none"]  # as the others have none
         command += ["--batch-size", str(given.batch_size * given.num_workers)]
         command += ["--cpus-per-worker", str(max(1, (os.cpu_count() or 1) // given.num_workers))]
         if dataset == "image-folder":
-            command += ["--image-size", "64", "--augment", "none"]
+            command += ["--image-size", "64"]
         began = time.time()
         process = subprocess.Popen(
             [*command, *flags],
