@@ -53,7 +53,7 @@ class Reporter:
         left: threading.Event | None = None,
     ):
         """left: in the driver's process, which sets it when it no longer waits for the training."""
-        self._left, self._all_of_it = left, tracker
+        self._left, self._actor = left, tracker
         self._node_rank, self._local_rank = node_rank, local_rank
         self.is_rank_zero = world.rank == 0
         self._gauges = {
@@ -80,14 +80,17 @@ class Reporter:
     @property
     def _tracker(self) -> Any:
         """Raises Left."""
+        self._refuse_left()
+        return self._actor
+
+    def _refuse_left(self) -> None:
         if self._left is not None and self._left.is_set():
             raise Left
-        return self._all_of_it
 
     def alive(self) -> None:
         """The training goes on: to be called more often than every hang_timeout_s, from the first step on. Raises
         Left."""
-        assert self._tracker
+        self._refuse_left()
         self._watchdog.alive()
 
     def rest(self) -> None:

@@ -6,6 +6,7 @@ was resized stays one MLflow run without a repeated step. Workers never import M
 seconds and up to 1 GB in each.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -334,7 +335,8 @@ class Delivery:
 
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_TRAINING)
+            with contextlib.suppress(OSError):  # a container may forbid it: then at the same priority
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND_TRAINING)
         while True:
             self.wake.wait()
             if self._closed:

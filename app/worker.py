@@ -30,7 +30,7 @@ from app.nodes import Here, refuse_other_node
 from app.optim import build_optimizer, learning_rate
 from app.outcome import Outcome
 from app.phases import NO_PHASES, Phases
-from app.reporter import Left, Reporter
+from app.reporter import Reporter
 from app.runs import Status, checkpoint_name, checkpoint_storage, stored_tokenizer
 from app.setup import (
     build_ema,
@@ -87,9 +87,7 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
         except (MemoryError, torch.OutOfMemoryError) as error:  # the same work again would need as much
             reporter.fail(f"out of memory ({error}); lower --batch-size or raise --grad-accumulation", 1)
             raise
-        except Left:
-            raise
-        except Exception:
+        except Exception:  # of the user's own code or a lost connection: told, and raised for Ray Train to start anew
             reporter.raised(current_world().rank, traceback.format_exc())
             raise
 

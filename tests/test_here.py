@@ -13,7 +13,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 
 from app import here
 from app.distributed import World
-from app.here import attempt_here, train_here
+from app.here import attempt_here
 from app.outcome import Outcome
 from app.reporter import Left, Reporter
 
@@ -101,14 +101,12 @@ def test_training_that_nobody_waits_for_ends_when_it_reports(monkeypatch: pytest
                 call()
 
 
-def test_only_a_training_in_the_commands_process_is_told_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial of a sweep has a process of its own, which ends where it hangs, and Ray Tune starts again."""
-    given: list[dict[str, Any]] = []
-
-    def loop(task: dict[str, Any]) -> Outcome:
-        given.append(task)
-        return FINISHED
-
-    monkeypatch.setattr(here, "TorchTrainer", trainer_of(loop))
-    assert train_here({"tracker": None}) == FINISHED
-    assert "left" not in given[0]
+@pytest.mark.parametrize("left", [None, threading.Event()])
+def test_a_hang_ends_the_process_unless_that_is_the_commands(
+    left: threading.Event | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial of a sweep has a process of its own, which Ray Tune starts again: train_here() is given no event."""
+    given: list[bool] = []
+    monkeypatch.setattr("app.reporter.Watchdog", lambda *_, ends_process: given.append(ends_process))
+    Reporter(Tracker(), "r", World(), 0, 0, 600, left)
+    assert given == [left is None]
