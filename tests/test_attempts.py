@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.train import FailureConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
@@ -199,3 +200,22 @@ def test_one_worker_on_this_machine_is_this_process(
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     cluster = Cluster(use_gpu=use_gpu, num_nodes=1, notes=(), is_own=is_own)
     assert is_here(Config(num_workers=workers), cluster) is wanted
+
+
+def test_training_in_this_process_is_told_when_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal before the first step: there is nothing to save."""
+    ended: list[bool] = []
+
+    def attempt_here(task: dict[str, Any]) -> Outcome:
+        ended.append(task["left"].wait(10))
+        return Outcome("finished")
+
+    monkeypatch.setattr("app.here.attempt_here", attempt_here)
+    monkeypatch.setattr(attempts, "is_here", lambda *_: True)
+    screen: Any = SimpleNamespace(update=lambda: Progress(None, [], 0, frozenset()), phases=lambda _: None)
+    tracker = SimpleNamespace(request_stop=SimpleNamespace(remote=lambda _: None))
+    interrupt = Interrupt()
+    interrupt.count = 1
+    cluster = Cluster(use_gpu=False, num_nodes=1, notes=(), is_own=True)
+    outcome = attempts.attempt(Config(), cluster, 1, FailureConfig(), tracker, screen, interrupt)
+    assert (outcome.status, ended) == ("killed", [True])
