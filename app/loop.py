@@ -123,7 +123,7 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     config, step, clock = training.config, batch["step"], training.clock
     clock.enter("forward_backward")
     # Dropout is a function of (seed, step, rank): nothing to save, and the same after a resume.
-    torch.manual_seed(derive_seed("step", config.seed, step, training.world.rank))
+    seed_generators(derive_seed("step", config.seed, step, training.world.rank), training.device)
     rate = learning_rate(step, config, training.schedule)
     for group in training.optimizer.param_groups:
         group["lr"] = rate
@@ -185,6 +185,14 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     if training.ema is not None:
         update_ema(training.ema, training.network, config.ema_decay, step)
     return loss, correct, any_stop > 0, unreadable
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed does, which also puts down a stack trace for GPUs that are not in use: a hundredth of a
+    small network's step on a CPU."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _mix(

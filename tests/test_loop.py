@@ -20,7 +20,7 @@ from app.data.sampling import EvaluationBatches
 from app.data.splits import Splits
 from app.distributed import World, current_world
 from app.errors import BadInput, NonFiniteLoss, TooManyBadSamples
-from app.loop import evaluate, refuse_unreadable, train, update_ema
+from app.loop import evaluate, refuse_unreadable, seed_generators, train, update_ema
 from app.metrics import Evaluation
 from app.models.build import preprocessing
 from app.models.mnist_cnn import MnistCnn
@@ -97,6 +97,14 @@ def one_step(splits: Splits, **settings) -> tuple[float, int, list[torch.Tensor]
     training = build_training(config, splits)
     (result,) = train(training, loader_for(training, splits))
     return result.loss / result.count, result.count, [tensor.clone() for tensor in training.network.parameters()]
+
+
+def test_random_numbers_are_those_of_torchs_own_seeding() -> None:
+    seed = 2**62 + 7
+    torch.manual_seed(seed)
+    wanted = torch.rand(5)
+    seed_generators(seed, torch.device("cpu"))
+    assert torch.equal(torch.rand(5), wanted)
 
 
 def test_a_step_with_unreadable_samples_is_the_step_without_them() -> None:
