@@ -29,7 +29,7 @@ from app.outcome import Outcome
 from app.own_ray import TrainerOfThisMachine
 from app.places import Places, draining_nodes
 from app.progress import LOOK_EVERY_S, Display
-from app.tracking import Progress
+from app.tracking import LIVE_EVERY_S, Progress
 
 if TYPE_CHECKING:
     from app.clock import Span
@@ -187,7 +187,7 @@ def attempt(
                 if told != "paused":
                     told = "paused"
                     screen.event(f"{reason}: starting the workers anew after a checkpoint")
-            thread.join(LOOK_EVERY_S)
+            thread.join(LOOK_EVERY_S if progress.live is None else LIVE_EVERY_S)
     finally:
         watch.close()
         if here:  # what it reports from now on ends it

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from app.user_code import packed
 CONNECT_S = 10.0
 # What a worker finds in its environment of torchrun, or of another program that starts one for each GPU.
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What all processes of a Ray of one machine would send while training goes on, and nothing reads.
+UNREAD = {"enable_metrics_collection": False, "task_events_report_interval_ms": 0}
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,11 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
-    """Connect to Ray, check that the run fits, and disconnect at the end. Raises BadInput."""
+def connected(config: Config, verbose: bool, has_trials: bool = False) -> Iterator[Cluster]:
+    """Connect to Ray, check that the run fits, and disconnect at the end. Raises BadInput.
+
+    has_trials: for a sweep, where an actor of Ray Train's for each trial of several workers expects an API server.
+    """
     refuse_launcher()
     address = os.environ.get("RAY_ADDRESS")
     set_environment()
@@ -48,8 +53,9 @@ def connected(config: Config, verbose: bool) -> Iterator[Cluster]:
             # People try DDP on laptops: slower, and the same numbers.
             notes.append(f"{config.min_workers} workers share {cores} CPU cores: slower than on as many cores")
         try:
-            with without_mlflow_passwords():
-                ray.init(address="local", num_cpus=max(cores, needed), include_dashboard=False, **options)
+            with without_mlflow_passwords(), without_needless_processes(verbose, has_trials):
+                options |= {"num_cpus": max(cores, needed), "include_dashboard": False, "_system_config": UNREAD}
+                ray.init(address="local", **options)
         except Exception as error:  # a bare one, where a machine has no time or no memory left for it
             raise TrainingFailed(f"Ray did not start on this machine: {error}") from error
     elif address is not None and not already_connected:
@@ -97,6 +103,36 @@ def without_mlflow_passwords() -> Iterator[None]:
         yield
     finally:
         os.environ.update(own)
+
+
+@contextlib.contextmanager
+def without_needless_processes(verbose: bool, has_trials: bool) -> Iterator[None]:
+    """Ray starts without its autoscaler, what sends on what workers print (verbose has use for it) and the API server.
+    ray.init() has no parameters for it; each takes seconds of the cores that workers start on, and a little of them
+    later."""
+    from ray._private import ray_constants
+    from ray._private.node import Node
+
+    def without_api_server(node: Node, **_: Any) -> None:
+        # Ray's agent looks for the address each second, and logs that there is none.
+        where = (ray_constants.DASHBOARD_ADDRESS.encode(), b"127.0.0.1:0", True, ray_constants.KV_NAMESPACE_DASHBOARD)
+        client = node.get_gcs_client()
+        assert client is not None  # it is what was started before
+        client.internal_kv_put(*where)
+
+    instead: dict[str, Callable[..., None]] = {"start_monitor": lambda _: None}
+    if not verbose:
+        instead["start_log_monitor"] = lambda _: None
+    if not has_trials:
+        instead["start_api_server"] = without_api_server
+    kept = {name: getattr(Node, name) for name in instead}
+    for name, method in instead.items():
+        setattr(Node, name, method)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Node, name, method)
 
 
 def runtime_env(modules: list[str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import ray
 from ray.train import ScalingConfig
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2._internal.execution.worker_group import state, worker_group
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -107,11 +108,26 @@ def leave(destroy_process_group: bool) -> None:
     _shutdown_torch(destroy_process_group)
 
 
+class NoMeeting:
+    """In the place of Ray Train's SynchronizationActor, where the workers meet in ray.train.report() and its
+    collectives. Ours have torch.distributed's."""
+
+    @classmethod
+    def options(cls, **_: Any) -> type["NoMeeting"]:
+        return cls
+
+    @classmethod
+    def remote(cls, **_: Any) -> type["NoMeeting"]:
+        return cls
+
+
 class OfThisMachine(FixedScalingPolicy):
     """In the place of Ray's, which tells Ray Data and the cluster's autoscaler of the workers through an actor."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        pass
+        """In the controller's process, before it starts workers."""
+        worker_group.SynchronizationActor = NoMeeting  # type: ignore[assignment]  # which it is not
+        state._shutdown_sync_actor = lambda _: None
 
     def _maybe_send_resource_request(self) -> None:
         pass

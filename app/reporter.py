@@ -19,11 +19,10 @@ from ray.util.metrics import Gauge
 from app.data.loader import Batch
 from app.data.sampling import Schedule
 from app.distributed import World
-from app.tracking import Live, Stop, Validation
+from app.tracking import LIVE_EVERY_S, Live, Stop, Validation
 from app.watchdog import Watchdog
 
 STOP_POLL_S = 0.5
-LIVE_EVERY_S = 0.5
 SYSTEM_EVERY_S = 5.0
 # What Prometheus gets from Ray, with the run's name as a label: docs/observability.md has queries.
 GAUGES = {

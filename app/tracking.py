@@ -26,8 +26,11 @@ from app.storage import Storage
 BAD_SAMPLES = "bad_samples.txt"
 # Seconds between batches, and between tries to reach a server.
 BATCH_S, RETRY_S = 1.0, 5.0
-# Its thread's niceness: importing MLflow and making its database takes seconds, in which workers start.
-BEHIND_TRAINING = 10
+# Seconds between what the terminal is told of a training.
+LIVE_EVERY_S = 0.5
+# The delivery thread's niceness: importing MLflow and making its database takes seconds, in which workers start, whose
+# niceness is Ray's 15.
+BEHIND_TRAINING = 19
 # Kept for a terminal that does not look, of which a sweep's trials have none.
 MOST_EVENTS = 10_000
 # A sweep's Tracker delivers many runs: pictures and models are not made by two threads at once.

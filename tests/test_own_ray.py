@@ -9,8 +9,10 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray.actor import ActorClass
 from ray.train import ScalingConfig
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy, NoopDecision
+from ray.train.v2._internal.execution.worker_group import state, worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from app.own_ray import NEEDLESS, LoopbackBackend, OnLoopback, TrainerOfThisMachine
@@ -75,7 +77,14 @@ def test_what_a_cluster_alone_has_use_for_is_not_started(monkeypatch: pytest.Mon
     policy = given["scaling_policy"]
     assert given["kept"]
     monkeypatch.setattr(ray, "remote", None)  # by which it would start one
+    for module, name in ((worker_group, "SynchronizationActor"), (state, "_shutdown_sync_actor")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # and back again at the end
+    assert isinstance(vars(worker_group)["SynchronizationActor"], ActorClass)
     policy.after_controller_start(None)
+    meeting = vars(worker_group)["SynchronizationActor"].options(label_selector={}).remote(timeout_s=1)
+    builder = state.WorkerGroupStateBuilder()
+    builder.with_sync_actor(meeting)
+    builder.shutdown()  # which would end an actor
     decision = policy.make_decision_for_non_running_worker_group()
     assert (decision.num_workers, decision.resources_per_worker) == (2, {"CPU": 1})
     assert isinstance(policy.make_decision_for_running_worker_group(None, None), NoopDecision)

@@ -103,7 +103,7 @@ def sweep(plan: Plan, verbose: bool = False) -> int:
         held(storage, str(base.run_name)),
         Interrupt() as interrupt,
         display,
-        connected(base, verbose) as cluster,
+        connected(base, verbose, has_trials=True) as cluster,
     ):
         interrupt.listen()
         look_around(base, cluster, uri, display.event)
