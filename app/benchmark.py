@@ -224,6 +224,7 @@ def measure(
     from ray.exceptions import RayError
 
     from app.attempts import train
+    from app.failures import why_lost
     from app.fit import begin, parameters, start_tracker, tags
 
     begin(config, tokenizer)
@@ -234,7 +235,7 @@ def measure(
         wait_for_mlflow(tracker, interrupt)
         outcome = train(config, cluster, tracker, shown_on(display, config, span), interrupt, span)
     except RayError as error:
-        return None, f"{named(config.max_workers)}: the Ray cluster was lost ({type(error).__name__}: {error})", 1
+        return None, f"{named(config.max_workers)}: {why_lost(error)}", 1
     ray.kill(tracker)
     if outcome.status == "failed":
         return None, f"{named(config.max_workers)}: {outcome.error}", outcome.exit_code

@@ -5,7 +5,7 @@ The controller is a process of its own, which imports this before it starts work
 
 from typing import Any
 
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError
 from ray.train import UserCallback
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
@@ -47,6 +47,14 @@ def why_a_worker(failure: Exception) -> tuple[str, bool]:
     if isinstance(cause, RayActorError):
         return "died: its process was killed or crashed", True
     return f"failed: {text.splitlines()[-1]}", False
+
+
+def why_lost(error: RayError) -> str:
+    """Why the driver cannot go on, in a line: its Tracker, on this node, or the cluster is gone."""
+    text, _ = why_a_worker(error)
+    if LESS_MEMORY in text:  # where training is in this process, it is the Tracker that Ray ends to have memory
+        return f"the run's Tracker {text}"
+    return f"the Ray cluster was lost ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
 
 
 def _cause(failure: Exception) -> Exception:

@@ -94,7 +94,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
         from ray.exceptions import RayError
 
         from app.attempts import train
-        from app.failures import LESS_MEMORY, why_a_worker
+        from app.failures import why_lost
 
         phases("what trains is imported")
         try:
@@ -102,11 +102,7 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
             summary = finish(config, outcome, tracker, display, interrupt)
         except RayError as error:  # not a worker's, which Ray Train handles: the Tracker's, which is on this node
             close_without_tracker(config, tracking_uri)
-            text, _ = why_a_worker(error)
-            lost = f"the Ray cluster was lost ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
-            # Where training is in this process, it is the Tracker that Ray ends to have memory.
-            reason = f"the run's Tracker {text}" if LESS_MEMORY in text else lost
-            raise TrainingFailed(f"{reason}; the same command goes on from the last checkpoint") from error
+            raise TrainingFailed(f"{why_lost(error)}; the same command goes on from the last checkpoint") from error
         except Exception:  # a bug, shown as one
             close_without_tracker(config, tracking_uri)
             raise

@@ -14,7 +14,7 @@ from app import attempts
 from app.attempts import ClusterWatch, is_here
 from app.cluster import Cluster
 from app.config import Config
-from app.failures import LESS_MEMORY, why
+from app.failures import LESS_MEMORY, why, why_lost
 from app.interrupt import Interrupt
 from app.outcome import Outcome
 from app.progress import Display
@@ -45,6 +45,14 @@ def test_workers_that_could_not_be_started() -> None:
     assert why(ControllerError(OutOfMemoryError("killed"))).startswith(
         "the workers could not be started: one was killed because its node ran out of memory"
     )
+
+
+def test_a_driver_that_cannot_go_on_says_what_it_lost() -> None:
+    assert why_lost(OutOfMemoryError("Task was killed due to the node running low on memory.\nmore")) == (
+        f"the run's Tracker was killed because its node ran out of memory; {LESS_MEMORY}"
+    )
+    lost = why_lost(RayActorError(error_msg="The actor died\nand more"))
+    assert lost == "the Ray cluster was lost (RayActorError: The actor died)"
 
 
 class Tracker:
