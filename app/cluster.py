@@ -54,8 +54,8 @@ def connected(config: Config, verbose: bool, has_trials: bool = False) -> Iterat
             notes.append(f"{config.min_workers} workers share {cores} CPU cores: slower than on as many cores")
         try:
             with without_mlflow_passwords(), without_needless_processes(verbose, has_trials):
-                options |= {"num_cpus": max(cores, needed), "include_dashboard": False, "_system_config": UNREAD}
-                ray.init(address="local", **options)
+                options |= {"include_dashboard": False, "_system_config": UNREAD}
+                ray.init(address="local", num_cpus=max(cores, needed), **options)
         except Exception as error:  # a bare one, where a machine has no time or no memory left for it
             raise TrainingFailed(f"Ray did not start on this machine: {error}") from error
     elif address is not None and not already_connected:

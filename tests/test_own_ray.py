@@ -15,7 +15,7 @@ from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy, 
 from ray.train.v2._internal.execution.worker_group import state, worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from app.own_ray import NEEDLESS, LoopbackBackend, OnLoopback, TrainerOfThisMachine
+from app.own_ray import NEEDLESS, LoopbackBackend, NoMeeting, OnLoopback, TrainerOfThisMachine
 
 
 class Group:
@@ -81,6 +81,7 @@ def test_what_a_cluster_alone_has_use_for_is_not_started(monkeypatch: pytest.Mon
         monkeypatch.setattr(module, name, getattr(module, name))  # and back again at the end
     assert isinstance(vars(worker_group)["SynchronizationActor"], ActorClass)
     policy.after_controller_start(None)
+    assert vars(worker_group)["SynchronizationActor"] is NoMeeting
     meeting = vars(worker_group)["SynchronizationActor"].options(label_selector={}).remote(timeout_s=1)
     builder = state.WorkerGroupStateBuilder()
     builder.with_sync_actor(meeting)
