@@ -18,6 +18,11 @@ class TrainingFailed(Exception):
     """Training ran and could not go on. Exit code 1."""
 
 
+class Unavailable(TrainingFailed):
+    """Storage or data could not be reached for a while (app/retry.py). Fails the attempt, which is repeated within
+    --max-failures; before training starts, and when no attempt is left: exit code 1."""
+
+
 class ExportFailed(Exception):
     """A network could not be exported, or what was exported is not the network. Exit code 1."""
 
