@@ -51,12 +51,15 @@ def test_permanent(error: Exception) -> None:
 
 
 def test_what_an_error_was_raised_from_counts() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        try:
-            raise ConnectionRefusedError
-        except ConnectionRefusedError as refused:
-            raise RuntimeError("the library's own error") from refused
-    assert is_transient(raised.value)
+    error = RuntimeError("the library's own error")
+    error.__cause__ = ConnectionRefusedError()
+    assert is_transient(error)
+
+
+def test_what_an_error_deliberately_hides_does_not_count() -> None:
+    error = BadInput("a message of our own")
+    error.__context__, error.__suppress_context__ = TimeoutError(), True  # raise ... from None
+    assert not is_transient(error)
 
 
 class Flaky:
