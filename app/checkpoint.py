@@ -13,24 +13,27 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
 from app.config import Config
 from app.data.samples import DataInfo
-from app.errors import BadInput, TrainingFailed
+from app.errors import BadInput, TrainingFailed, Unavailable
 from app.metrics import Window
+from app.retry import describe, is_transient, retry
 from app.runs import checkpoint_name, checkpoint_names, step_of
 from app.storage import Storage
 from app.weights import of_no_use
 
 FORMAT_VERSION = 4
+T = TypeVar("T")
 MODEL, TRAINER, STATE, MANIFEST = "model.safetensors", "trainer.pt", "state.json", "manifest.json"
 
 
@@ -123,9 +126,10 @@ def _to_cpu(value: Any) -> Any:
 class CheckpointWriter:
     """Writes checkpoints beside the training: save() copies the tensors and returns.
 
-    One checkpoint is under way at a time; a failed one raises TrainingFailed at the next save() or
-    wait(), which leaving the context calls. Older ones are removed after a new one is whole: the best
-    and the newest stay. One rank of a run is enabled, the others save nothing.
+    One checkpoint is under way at a time. One that fails raises at the next save() or wait(), which leaving the
+    context calls: Unavailable if storage did not take it for a while, else TrainingFailed. Older ones are deleted
+    after a new one is whole: the best and the newest stay. One that cannot be deleted is a warning: warn(text).
+    One rank of a run is enabled, the others save nothing.
     """
 
     def __init__(
@@ -135,10 +139,11 @@ class CheckpointWriter:
         info: DataInfo,
         before_publish: Callable[[], None] = lambda: None,
         saved: Callable[[int, float], None] = lambda step, seconds: None,
+        warn: Callable[[str], None] = print,
         enabled: bool = True,
     ):
         self._storage, self._config, self._info = storage, config, info
-        self._before_publish, self._saved, self._enabled = before_publish, saved, enabled
+        self._before_publish, self._saved, self._warn, self._enabled = before_publish, saved, warn, enabled
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -179,7 +184,8 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise TrainingFailed(
+            kind = Unavailable if is_transient(error) else TrainingFailed
+            raise kind(
                 f"a checkpoint could not be saved to {self._storage.root}: {error}; the earlier ones are untouched"
             ) from error
 
@@ -192,7 +198,7 @@ class CheckpointWriter:
                 if trouble := of_no_use(tensor, tensor.is_floating_point(), name in parameters):
                     raise ValueError(f"after step {step} {name} {trouble}")
             folder = self._storage.new_folder()
-            write_folder(folder, weights, trainer, state)
+            retry(partial(write_folder, folder, weights, trainer, state), f"writing {folder}")
             self._before_publish()
             self._storage.put_folder(folder, checkpoint_name(step), last=MANIFEST)
             self._prune(checkpoint_name(best_step))
@@ -206,16 +212,20 @@ class CheckpointWriter:
         """Remove checkpoints of later steps. The run goes on from here, so they were no good ones, and
         would pass for the newest."""
         if self._enabled:
-            for name in checkpoint_names(self._storage):
-                if step_of(name) > step:
-                    self._storage.delete_folder(name)
+            self._delete([name for name in checkpoint_names(self._storage) if step_of(name) > step])
 
     def _prune(self, best: str) -> None:
         names = checkpoint_names(self._storage)
         newest = [name for name in names if name != best][-(self._config.keep_checkpoints - (best in names)) :]
+        self._delete([name for name in names if name != best and name not in newest])
+
+    def _delete(self, names: Sequence[str]) -> None:
+        """A checkpoint that stays takes room and does no harm: the next call tries again."""
         for name in names:
-            if name != best and name not in newest:
+            try:
                 self._storage.delete_folder(name)
+            except (OSError, Unavailable) as error:
+                self._warn(f"{self._storage.uri(name)} could not be deleted: {describe(error)}")
 
 
 def write_folder(folder: Path, weights: dict[str, torch.Tensor], trainer: Any, state: dict[str, Any]) -> None:
@@ -236,31 +246,60 @@ def _sha256(path: Path) -> str:
 
 
 def problem_with(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder; None if every file is what the manifest says."""
+    """Return what is wrong with a checkpoint folder, or None if every file is what the manifest says.
+
+    Only content that was read, or a file that is missing, makes a checkpoint damaged. Raises Unavailable where
+    reading keeps failing, and BadInput where it is not allowed: the checkpoint may be good.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = json.loads(_readable(folder / MANIFEST, Path.read_bytes))
         for name in (MODEL, TRAINER, STATE):
             expected, path = manifest[name], folder / name
-            if path.stat().st_size != expected["size"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
-            if _sha256(path) != expected["sha256"]:
+            if (size := _readable(path, Path.stat).st_size) != expected["size"]:
+                return f"{name} has {size} bytes instead of {expected['size']}"
+            if _readable(path, _sha256) != expected["sha256"]:
                 return f"{name} was changed after it was written (SHA-256 differs)"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be used: {error!r}"
     return None
 
 
+def _readable(path: Path, read: Callable[[Path], T]) -> T:
+    """Return read(path). Raises FileNotFoundError, Unavailable, and BadInput for any other error of the system."""
+    try:
+        return retry(lambda: read(path), f"reading {path}")
+    except NotADirectoryError as error:
+        raise FileNotFoundError(error.errno, error.strerror, str(path.parent)) from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({describe(error)}): make it readable, and try again") from error
+
+
 def find_good(storage: Storage, warn: Callable[[str], None], prefer: str | None = None) -> str | None:
-    """The checkpoint `prefer`, else the newest one, that is good; warn(text) is called for each that is not."""
+    """Return the checkpoint `prefer`, or else the newest one, that is good; None if there is no checkpoint at all.
+
+    Calls warn(text) for each that is damaged. Raises BadInput, listing them, if there are checkpoints and all are
+    damaged, and Unavailable if one cannot be read at the moment: nothing is known of it then, so an older one must
+    not take its place.
+    """
     newest_first = checkpoint_names(storage)[::-1]
+    problems = []
     for name in sorted(newest_first, key=lambda name: name != prefer):  # a stable sort
         with storage.local_folder(name) as folder:
             problem = problem_with(folder)
         if problem is None:
             return name
-        warn(f"skipping {storage.uri(name)}: {problem}")
+        problems.append(f"{storage.uri(name)}: {problem}")
+        warn(f"skipping {problems[-1]}")
+    if problems:
+        raise BadInput(
+            "\n  ".join(["no checkpoint of this run is valid:", *problems])
+            + "\nNothing was deleted. Restore one of them, choose another --run-name, or discard this run and train "
+            "from the beginning with --start-over"
+        )
     return None
 
 
@@ -268,7 +307,7 @@ def load_checkpoint(storage: Storage, name: str, info: DataInfo | None = None) -
     """The checkpoint in a folder of the storage ("" for the storage itself).
 
     Raises BadInput for a folder that is no checkpoint, is damaged, has a newer format, or is of other
-    data than info.
+    data than info; Unavailable if it cannot be read at the moment.
     """
     import pickle
 
@@ -280,7 +319,7 @@ def load_checkpoint(storage: Storage, name: str, info: DataInfo | None = None) -
         if problem:
             raise BadInput(f"{path} is no good checkpoint: {problem}")
         try:
-            checkpoint = _read_folder(folder, path)
+            checkpoint = retry(lambda: _read_folder(folder, path), f"reading {path}")
         except (pickle.UnpicklingError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             # The files are what the manifest says, and not what we write: made by somebody else.
             raise BadInput(f"{path} is no checkpoint of ours: {type(error).__name__} in reading it") from error

@@ -9,11 +9,6 @@ class BadInput(Exception):
     """
 
 
-def plain_message(error: Exception) -> str:
-    """Its words alone: torch's DataLoader hands over an error of its processes with the traceback as text."""
-    return str(error).rpartition(f"{BadInput.__module__}.BadInput: ")[2].strip()
-
-
 class TrainingFailed(Exception):
     """Training ran and could not go on. Exit code 1."""
 
@@ -37,3 +32,8 @@ class TooManyBadSamples(FailedTogether):
 
 class NonFiniteLoss(FailedTogether):
     """The loss became NaN or infinite. Raised before the update."""
+
+
+def plain_message(error: Exception) -> str:
+    """Return its words alone: torch's DataLoader hands over an error of its processes with the traceback as text."""
+    return str(error).rpartition(f"{__name__}.{type(error).__name__}: ")[2].strip()

@@ -29,6 +29,7 @@ from app.runs import (
     Summary,
     checkpoint_name,
     checkpoint_storage,
+    discard_run,
     forget_if_not_begun,
     open_run,
     remove_leftovers,
@@ -52,10 +53,11 @@ MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"
 DELIVERY_S, UNREACHABLE_S = 180.0, 5.0
 
 
-def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
-    """Train, or go on with, the run that the config names. Returns how it ended and the exit code.
+def fit(config: Config, verbose: bool = False, start_over: bool = False) -> tuple[Summary, int]:
+    """Train, or continue, the run that the config names. Return how it ended and the exit code.
 
-    Raises BadInput for anything that cannot work; nothing of an earlier run is lost by it.
+    start_over: discard what there is of the run first. Raises BadInput for anything that cannot work; nothing of an
+    earlier run is lost by it.
     """
     phases = Phases.of_this_process() if verbose else NO_PHASES
     phases("the settings are read")
@@ -64,10 +66,10 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     tracking_uri = None if config.tracking_uri == "none" else config.tracking_uri
     # From here on the config is written down and sent around: passwords stay here.
     config = config.model_copy(update={"tracking_uri": without_credentials(config.tracking_uri or "")})
-    if done := finished_before(config, display):
+    if not start_over and (done := finished_before(config, display)):
         return done, 0
     import_own(config)
-    found = check_data(config, tokenizer_to_go_on_with(config))
+    found = check_data(config, None if start_over else tokenizer_to_go_on_with(config))
     for note in found.notes:
         display.event(note)
     run_storage(config).check_writable()
@@ -84,6 +86,8 @@ def fit(config: Config, verbose: bool = False) -> tuple[Summary, int]:
     ):
         phases("Ray is up")
         interrupt.listen()
+        if start_over:
+            discard_run(config)
         if done := finished_before(config, display):  # by the job that held its name until now
             return done, 0
         look_around(config, cluster, tracking_uri, display.event)

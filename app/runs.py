@@ -21,7 +21,7 @@ from app.config import (
     is_weights_file,
     is_weights_path,
 )
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
 from app.storage import Storage, refuse_secrets, without_credentials
 
 RUN, TOKENIZER, SWEEP = "run.json", "tokenizer.json", "sweep.json"
@@ -229,22 +229,15 @@ def write_run(run: Run) -> None:
 
 
 def open_run(config: Config) -> Run:
-    """The run by this name, ready to go on, or a new one.
+    """Return the run by this name, ready to continue, or a new one.
 
-    A finished run that has nothing left to do comes back as finished. Raises BadInput where the config
-    would change the result of the run that has this name. One without a checkpoint never began: its
-    name is free for any config.
+    A finished run that has nothing left to do comes back as finished, whether its checkpoints are still there or not.
+    Raises BadInput where the config would change the result of the run that has this name, and where the checkpoints
+    to continue from were removed. A run that ended before its first step never began: its name is free for any config.
     """
-    try:
-        files = run_storage(config).names("")
-    except BadInput:
-        raise
-    except Exception as error:  # whatever an object store raises where it may not be listed
-        raise BadInput(f"--output-dir {config.output_dir} cannot be read: {error}") from None
-    if SWEEP in files:
-        raise BadInput(f"--run-name {config.run_name}: {run_storage(config).root} is a sweep's; choose another name")
+    _refuse_sweep(config)
     known, names = read_run(run_storage(config)), checkpoint_names(checkpoint_storage(config))
-    if not names:
+    if not names and not _has_trained(known):
         return Run(config, "running")
     if known is None:
         raise BadInput(
@@ -255,7 +248,44 @@ def open_run(config: Config) -> Run:
     longer = any(getattr(known.config, name) != getattr(config, name) for name in length_fields())
     if known.status == "finished" and not longer:
         return known
+    if not names:
+        raise BadInput(
+            f"--run-name {config.run_name} is {known.status}, and its checkpoints in {checkpoint_storage(config).root} "
+            "are gone: restore them, choose another --run-name, or discard the run with --start-over"
+        )
     return Run(config, "running")
+
+
+def _refuse_sweep(config: Config) -> None:
+    try:
+        files = run_storage(config).names("")
+    except (BadInput, Unavailable):
+        raise
+    except Exception as error:  # whatever an object store raises where it may not be listed
+        raise BadInput(f"--output-dir {config.output_dir} cannot be read: {error}") from None
+    if SWEEP in files:
+        raise BadInput(f"--run-name {config.run_name}: {run_storage(config).root} is a sweep's; choose another name")
+
+
+def _has_trained(run: Run | None) -> bool:
+    """Return True if run.json says that the run has made a step, or is finished."""
+    return run is not None and run.summary is not None and (run.summary.step > 0 or run.status == "finished")
+
+
+def discard_run(config: Config) -> None:
+    """Delete a run's checkpoints and records, so that its name is free. Raises BadInput for a sweep's name."""
+    _refuse_sweep(config)
+    root, tracking = run_storage(config), tracking_directory(run_storage(config).root)
+    # run.json last: a deletion that is broken off is then refused or repeated, never taken for a new run
+    for name in ("checkpoints", "mlflow.json", TOKENIZER, RUN):
+        if name not in root.names(""):
+            continue
+        if name == "checkpoints":
+            root.delete_folder(name)
+        else:
+            root.delete(name)
+    if tracking.exists():
+        shutil.rmtree(tracking)
 
 
 def length_fields() -> list[str]:
@@ -297,8 +327,8 @@ def remove_leftovers(config: Config) -> None:
 
 
 def forget_if_not_begun(config: Config) -> None:
-    """Remove the records of a run that has no checkpoint. To be called before there is a Tracker."""
-    if not checkpoint_names(checkpoint_storage(config)):
+    """Remove the records of a run that has made no step. To be called before there is a Tracker."""
+    if not checkpoint_names(checkpoint_storage(config)) and not _has_trained(read_run(run_storage(config))):
         root = run_storage(config)
         shutil.rmtree(tracking_directory(root.root), ignore_errors=True)
         for name in {"mlflow.json", TOKENIZER}.intersection(root.names("")):

@@ -19,6 +19,9 @@ class Command(BaseModel):
 
     config: str | None = Field(None, description="YAML file with settings; flags override it.")
     print_config: bool = Field(False, description="Print the resolved settings as YAML and exit.")
+    start_over: bool = Field(
+        False, description="Discard the run of this name, its checkpoints and its record, and train from the beginning."
+    )
     dry_run: bool = Field(False, description="Check settings, data, model, storage and cluster, and exit.")
     verbose: bool = Field(False, description="Show Ray's own messages too (-v).")
 
@@ -39,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return check(resolved(config), command.verbose)
     from app.fit import fit
 
-    summary, exit_code = fit(config, command.verbose)
+    summary, exit_code = fit(config, command.verbose, command.start_over)
     report(summary)
     return exit_code
 

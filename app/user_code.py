@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from app.config import CALLABLE, TEXT_DATASETS, Config
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
+from app.retry import is_transient
 
 # What a data set is called with.
 DATASET_ARGUMENTS = ("config",)
@@ -40,7 +41,8 @@ def find_callable(flag: str, reference: str, *arguments: str) -> Callable[..., A
             f"{flag} {reference}: {error}{_place(error)}; it is looked for from {os.getcwd()} and on PYTHONPATH"
         ) from error
     except (Exception, SystemExit) as error:  # SystemExit: a script that starts work when it is imported
-        raise BadInput(f"{flag} {reference}: importing {module_name} failed: {told(error)}") from error
+        kind = Unavailable if is_transient(error) else BadInput
+        raise kind(f"{flag} {reference}: importing {module_name} failed: {told(error)}") from error
     path = getattr(module, "__file__", None) or "a directory without __init__.py"
     if not hasattr(module, attribute):
         raise BadInput(f"{flag} {reference}: {module_name} ({path}) has no {attribute}")
@@ -62,15 +64,19 @@ def find_callable(flag: str, reference: str, *arguments: str) -> Callable[..., A
 
 @contextlib.contextmanager
 def told_as_bad_input(what: str) -> Iterator[None]:
-    """What the user's own code raises, as BadInput that begins with `what` and names the place."""
+    """What the user's own code raises, as BadInput that begins with `what` and names the place.
+
+    A transient error (retry.is_transient) is raised as Unavailable: code that fetches something meets those.
+    """
     try:
         yield
-    except MemoryError:  # not theirs to mend; the worker says what to do
+    except (MemoryError, Unavailable):  # not theirs to mend; the worker says what to do
         raise
     except BadInput as error:
         raise BadInput(f"{what}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise BadInput(f"{what}: {told(error)}") from error
+        kind = Unavailable if is_transient(error) else BadInput
+        raise kind(f"{what}: {told(error)}") from error
 
 
 def told(error: BaseException) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
+from app.retry import retry
 
 # What DDP and DataParallel, and torch.compile, put before the names of a wrapped network's state dict.
 WRAPPERS = ("module.", "_orig_mod.")
@@ -77,10 +78,12 @@ def load_weights_file(path: str, source: str) -> dict[str, torch.Tensor]:
 
     try:
         if path.endswith(".safetensors"):
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+            return retry(lambda: load_file(path), f"reading {path}")
+        content = retry(lambda: torch.load(path, map_location="cpu", weights_only=True), f"reading {path}")
     except FileNotFoundError:
         raise BadInput(f"{source}: no such file") from None
+    except Unavailable:
+        raise
     except Exception as error:  # what damaged bytes raise in torch.load has no common type
         reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else type(error).__name__
         raise BadInput(f"{source} is no file of plain tensors ({reason}); save model.state_dict() alone") from error

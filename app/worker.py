@@ -21,8 +21,8 @@ from app.data.datasets import load_splits
 from app.data.loader import Batch
 from app.data.sampling import Order, Schedule, build_order, build_schedule
 from app.data.splits import Splits
-from app.distributed import any_rank, current_world, from_rank_zero
-from app.errors import BadInput, FailedTogether, NonFiniteLoss, TrainingFailed, plain_message
+from app.distributed import any_rank, current_world, from_rank_zero, gather_texts
+from app.errors import BadInput, FailedTogether, NonFiniteLoss, TrainingFailed, Unavailable, plain_message
 from app.loop import Training, evaluate, refuse_unreadable, train
 from app.metrics import Evaluation, Window
 from app.models.build import preprocessing
@@ -31,6 +31,7 @@ from app.optim import build_optimizer, learning_rate
 from app.outcome import Outcome
 from app.phases import NO_PHASES, Phases
 from app.reporter import Reporter
+from app.retry import is_transient
 from app.runs import Status, checkpoint_name, checkpoint_storage, stored_tokenizer
 from app.setup import (
     build_ema,
@@ -79,6 +80,9 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
             return run(config, reporter, task.get("here"), phases, task.get("span"))
         except RefusedTogether as error:
             return Outcome("failed", error=error.message, exit_code=error.exit_code)
+        except Unavailable:  # of storage or data, which may be back when the workers are started again
+            reporter.raised(current_world().rank, traceback.format_exc())
+            raise
         except (BadInput, TrainingFailed) as error:
             # On this rank only, and the others wait for it: Ray has to end them. The workers it then
             # starts return at once with this message.
@@ -102,7 +106,7 @@ def run(
     world, device, storage = current_world(), ray.train.torch.get_device(), checkpoint_storage(config)
     clock = StepClock(device, span)
 
-    found = agreed_checkpoint(storage, reporter)
+    found = agreed_checkpoint(storage, reporter, device)
 
     def prepare() -> tuple[Splits, Order, Schedule, Checkpoint | None, torch.nn.Module]:
         if here is not None:
@@ -151,7 +155,7 @@ def run(
     status: Status = "finished"
     error, seen_before, train_seconds = None, position.samples_seen, 0.0
     latest: dict[str, float] = {}
-    told = (reporter.flush, reporter.saved)
+    told = (reporter.flush, reporter.saved, reporter.event)
     with CheckpointWriter(storage, config, splits.info, *told, enabled=world.rank == 0) as writer:
         writer.discard_after(position.step)
         if checkpoint is None:
@@ -216,7 +220,7 @@ def run(
 
     # at the end: test the best weights
     reporter.rest()
-    best_name = agreed_checkpoint(storage, reporter, prefer=checkpoint_name(position.best.step))
+    best_name = agreed_checkpoint(storage, reporter, device, prefer=checkpoint_name(position.best.step))
     assert best_name is not None
     metrics = position.best.metrics()
     if status == "finished":
@@ -263,25 +267,43 @@ def wants_more(config: Config, position: Position) -> bool:
 
 
 def together(work: Callable[[], T], reporter: Reporter, device: torch.device) -> T:
-    """work(), or RefusedTogether on all ranks if it raised on any."""
-    result = None
+    """Return work(), or raise on all ranks if it raised on any.
+
+    Raises Unavailable if all that failed was a store or a server that may be back: the attempt is repeated. Raises
+    RefusedTogether for anything else, which would fail again.
+    """
+    result, unavailable = None, list[str]()
     try:
         result = work()
-    except BadInput as error:
-        reporter.fail(plain_message(error), 2)
-    except Exception:  # in the user's model or data set, say: it would fail again after a restart
-        reporter.fail(f"setting up failed:\n{traceback.format_exc()}", 1)
+    except Exception as error:
+        if is_transient(error):
+            unavailable = [f"rank {current_world().rank}: {plain_message(error)}"]
+            reporter.raised(current_world().rank, traceback.format_exc())
+        elif isinstance(error, BadInput):
+            reporter.fail(plain_message(error), 2)
+        else:  # in the user's model or data set, say
+            reporter.fail(f"setting up failed:\n{traceback.format_exc()}", 1)
     if any_rank(result is None, device):
-        failure = reporter.failure()
-        assert failure is not None
-        raise RefusedTogether(*failure)
+        unavailable = gather_texts(unavailable)
+        if failure := reporter.failure():
+            raise RefusedTogether(*failure)
+        raise Unavailable(unavailable[0])
     assert result is not None
     return result
 
 
-def agreed_checkpoint(storage: Storage, reporter: Reporter, prefer: str | None = None) -> str | None:
-    """The name of the checkpoint `prefer`, or else of the newest one, that is good. Rank 0 decides for all."""
-    return from_rank_zero(find_good(storage, reporter.event, prefer) if reporter.is_rank_zero else None)
+def agreed_checkpoint(
+    storage: Storage, reporter: Reporter, device: torch.device, prefer: str | None = None
+) -> str | None:
+    """Return the name of the checkpoint `prefer`, or else of the newest one, that is good. Rank 0 decides for all.
+
+    Raises as together() does.
+    """
+
+    def find() -> str:
+        return (find_good(storage, reporter.event, prefer) or "") if reporter.is_rank_zero else ""
+
+    return from_rank_zero(together(find, reporter, device)) or None
 
 
 def measure(

@@ -7,7 +7,7 @@ import multiprocessing
 import re
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,29 @@ def _joined(address: str, rank: int, world_size: int, work: Callable[..., Any], 
         return work(*args)
     finally:
         dist.destroy_process_group()
+
+
+class Failing:
+    """Takes the place of a function and raises the first errors it is given, one in each call; then calls it.
+
+    concerns(*args): whether a call is one of those that fail; default: each.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], errors: Iterable[Exception], concerns: Callable[..., bool] | None = None
+    ):
+        self._function, self._errors, self._concerns = function, iter(errors), concerns
+        self.raised = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._concerns is None or self._concerns(*args, **kwargs):
+            for error in self._errors:
+                self.raised += 1
+                raise error
+        return self._function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type) -> Any:  # as functions in a class have it
+        return functools.partial(self, instance) if instance is not None else self
 
 
 def write_mnist(root: Path, images: np.ndarray, labels: np.ndarray, train: bool) -> None:

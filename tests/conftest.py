@@ -39,6 +39,13 @@ def no_tracking_server_from_elsewhere() -> Iterator[None]:
     os.environ.pop("MLFLOW_TRACKING_URI", None)
 
 
+@pytest.fixture
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations are tried again a few times within half a second."""
+    monkeypatch.setattr("app.retry.RETRY_S", 0.5)
+    monkeypatch.setattr("app.retry.FIRST_PAUSE_S", 0.02)
+
+
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     import ray

@@ -1,5 +1,7 @@
 """Saved whole or not at all, verified, pruned, and never unpickled unsafely."""
 
+import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -22,11 +24,11 @@ from app.checkpoint import (
 )
 from app.config import Config
 from app.data.samples import DataInfo
-from app.errors import BadInput, TrainingFailed
+from app.errors import BadInput, TrainingFailed, Unavailable
 from app.metrics import Window
 from app.runs import checkpoint_names
 from app.storage import Storage
-from tests.common import PlainNet
+from tests.common import Failing, PlainNet
 
 INFO = DataInfo((1, 8, 8), ("a", "b", "c", "d"), (0.5,), (0.25,), 57)
 
@@ -136,9 +138,48 @@ def test_the_newest_good_one_wins_and_the_damage_is_said(tmp_path: Path, name: s
 def test_none_is_good(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     assert find_good(storage, print) is None
-    write(storage, 1)
-    (folder(storage, 1) / MODEL).unlink()
-    assert find_good(storage, lambda _: None) is None
+    write(storage, 1, 2)
+    for step in (1, 2):
+        (folder(storage, step) / MODEL).unlink()
+    with pytest.raises(BadInput) as refused:
+        find_good(storage, lambda _: None)
+    for name in ("checkpoint-000000001", "checkpoint-000000002"):
+        assert f"{tmp_path}/{name}: model.safetensors is missing" in str(refused.value)
+    assert "choose another --run-name, or discard this run and train from the beginning with --start-over" in str(
+        refused.value
+    )
+    assert len(checkpoint_names(storage)) == 2
+
+
+STALE = OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.usefixtures("short_retries")
+@pytest.mark.parametrize("method", ["read_bytes", "stat", "open"])
+def test_what_cannot_be_read_for_a_moment_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    storage, warnings = Storage(str(tmp_path)), []
+    write(storage, 1, 2)
+    failing = Failing(getattr(Path, method), [STALE, STALE], lambda path, *_, **__: "000000002/" in str(path))
+    monkeypatch.setattr(Path, method, failing)
+    assert find_good(storage, warnings.append) == "checkpoint-000000002"
+    assert failing.raised == 2
+    assert warnings == []
+
+
+@pytest.mark.usefixtures("short_retries")
+def test_what_stays_unreadable_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(str(tmp_path))
+    write(storage, 1, 2)
+    failing = Failing(Path.read_bytes, itertools.repeat(STALE), lambda path: "000000002/" in str(path))
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(Unavailable, match=r"000000002/manifest\.json failed .* times within 0\.5 s: Stale file handle"):
+        find_good(storage, print)
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, "read_bytes", Failing(Path.read_bytes, [denied]))
+    with pytest.raises(BadInput, match=r"manifest\.json cannot be read \(Permission denied\)"):
+        find_good(storage, print)
 
 
 def test_a_preferred_one_wins_if_it_is_good(tmp_path: Path) -> None:
@@ -165,6 +206,33 @@ def test_a_failed_save_is_raised_and_harms_nothing(tmp_path: Path, monkeypatch: 
         writer.save(Position(2), network, optimizer)
     assert os.listdir(tmp_path) == ["checkpoint-000000001"]
     assert find_good(storage, print) == "checkpoint-000000001"
+
+
+@pytest.mark.usefixtures("short_retries")
+def test_a_disk_that_does_not_answer_for_a_moment_delays_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, error = Storage(str(tmp_path)), OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(torch, "save", Failing(torch.save, [error, error]))
+    write(storage, 1)
+    assert find_good(storage, print) == "checkpoint-000000001"
+    monkeypatch.setattr(torch, "save", Failing(torch.save, itertools.repeat(error)))
+    with pytest.raises(Unavailable, match=r"a checkpoint could not be saved .* Input/output error; the earlier ones"):
+        write(storage, 2)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, warnings = Storage(str(tmp_path)), []
+    write(storage, 1, 2)
+    network, optimizer = trained()
+    busy = OSError(errno.ENOTEMPTY, "Directory not empty")
+    monkeypatch.setattr(Storage, "delete_folder", Failing(Storage.delete_folder, [busy]))
+    with CheckpointWriter(storage, Config(), INFO, warn=warnings.append) as writer:
+        writer.save(Position(3), network, optimizer)
+    assert warnings == [f"{tmp_path}/checkpoint-000000001 could not be deleted: Directory not empty"]
+    assert len(checkpoint_names(storage)) == 3
+    write(storage, 4)
+    assert checkpoint_names(storage) == ["checkpoint-000000003", "checkpoint-000000004"]
 
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:

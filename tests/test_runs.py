@@ -1,5 +1,6 @@
 """A run's name is its identity."""
 
+import shutil
 from pathlib import Path
 
 import pyarrow
@@ -14,6 +15,7 @@ from app.runs import (
     Summary,
     checkpoint_names,
     checkpoint_storage,
+    discard_run,
     find_checkpoint,
     forget_if_not_begun,
     open_run,
@@ -162,6 +164,44 @@ def test_a_weights_file_is_looked_for_before_anything_starts(tmp_path: Path, mon
 def test_a_finished_run_comes_back_with_its_summary(config: Config) -> None:
     run = finished(config)
     assert open_run(config) == run
+
+
+def test_a_finished_run_without_its_checkpoints_is_still_finished(config: Config) -> None:
+    run = finished(config)
+    shutil.rmtree(Path(config.output_dir) / "r" / "checkpoints")
+    tracking = Path(config.output_dir) / "r" / "tracking"
+    tracking.mkdir()
+    assert open_run(config) == run
+    forget_if_not_begun(config)
+    assert tracking.exists()
+    with pytest.raises(BadInput, match="with settings that give another result"):
+        open_run(changed(config, lr=0.5))
+    with pytest.raises(BadInput, match=r"is finished, and its checkpoints in .* are gone: .* with --start-over"):
+        open_run(changed(config, epochs=9))
+
+
+def test_a_run_that_has_trained_is_not_forgotten_without_its_checkpoints(config: Config) -> None:
+    summary = Summary("r", "id", "killed", "c", 2, 20, 2560, 900.0)
+    write_run(Run(config, "killed", summary))
+    shutil.rmtree(Path(config.output_dir) / "r" / "checkpoints")
+    with pytest.raises(BadInput, match=r"is killed, and its checkpoints in .* are gone"):
+        open_run(config)
+
+
+def test_a_run_is_discarded(config: Config) -> None:
+    finished(config)
+    root = Path(config.output_dir) / "r"
+    (root / "tracking").mkdir()
+    (root / "run.lock").write_text("held")
+    (root / "mlflow.json").write_text("{}")
+    discard_run(config)
+    assert [path.name for path in root.iterdir()] == ["run.lock"]
+    other = changed(config, lr=0.5)
+    assert open_run(other) == Run(other, "running")
+    discard_run(other)  # also where there is nothing
+    (root / "sweep.json").write_text("{}")
+    with pytest.raises(BadInput, match="is a sweep's"):
+        discard_run(other)
 
 
 def test_a_killed_run_goes_on(config: Config) -> None:

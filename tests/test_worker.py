@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from app.checkpoint import Best, Position
 from app.config import Config
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
 from app.nodes import look_here
 from app.runs import Run, write_run
 from app.worker import RefusedTogether, run, together, wants_more, with_precision
@@ -24,25 +24,38 @@ class Notes:
         store = dist.distributed_c10d._get_default_store()
         store.set("failure", message)
 
-    def failure(self) -> tuple[str, int]:
-        return dist.distributed_c10d._get_default_store().get("failure").decode(), 2
+    def failure(self) -> tuple[str, int] | None:
+        store = dist.distributed_c10d._get_default_store()
+        return (store.get("failure").decode(), 2) if store.check(["failure"]) else None
+
+    def raised(self, rank: int, stack: str) -> None: ...
 
 
-def prepare_with_bad_data_on(bad_rank: int) -> str:
+def prepare_with_bad_data_on(bad_rank: int, unavailable_rank: int = 9) -> str:
     def work() -> str:
         if dist.get_rank() == bad_rank:
             raise BadInput(f"no data on rank {bad_rank}")
+        if dist.get_rank() == unavailable_rank:
+            raise ConnectionError("the store did not answer")
         return "ready"
 
     try:
         return together(work, Notes(), torch.device("cpu"))  # type: ignore[arg-type]  # as much of a Reporter as it needs
     except RefusedTogether as error:
         return f"refused: {error}"
+    except Unavailable as error:
+        return f"unavailable: {error}"
 
 
 def test_bad_input_on_one_rank_is_refused_by_all() -> None:
     assert on_ranks(3, prepare_with_bad_data_on, 1) == ["refused: no data on rank 1"] * 3
     assert on_ranks(3, prepare_with_bad_data_on, 7) == ["ready"] * 3
+
+
+def test_what_may_pass_on_one_rank_fails_the_attempt_on_all() -> None:
+    unavailable = "unavailable: rank 1: the store did not answer"
+    assert on_ranks(3, prepare_with_bad_data_on, 7, 1) == [unavailable] * 3
+    assert on_ranks(3, prepare_with_bad_data_on, 0, 1) == ["refused: no data on rank 0"] * 3
 
 
 class Alone:

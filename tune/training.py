@@ -11,6 +11,7 @@ import ray
 from app.attempts import train
 from app.cluster import Cluster
 from app.config import Config
+from app.errors import Unavailable
 from app.here import train_here
 from app.interrupt import Interrupt
 from app.outcome import Outcome
@@ -68,7 +69,7 @@ class Training:
         try:
             tracker = HereTracker(self._tracker, self._pause)
             return train_here({"config": self._config.model_dump(), "tracker": tracker})
-        except Stopped:
+        except (Stopped, Unavailable):  # after the latter Ray Tune starts the trial again
             raise
         except Exception as error:
             known = ray.get(self._tracker.failure.remote())

@@ -17,7 +17,7 @@ from app.cluster import Cluster
 from app.config import TEXT_DATASETS, Config
 from app.config_file import to_yaml
 from app.data.datasets import check_data
-from app.errors import BadInput, TrainingFailed, plain_message
+from app.errors import BadInput, TrainingFailed, Unavailable, plain_message
 from app.fit import MLFLOW_STATUS, begin, concluded, parameters, tags
 from app.outcome import Outcome
 from app.runs import checkpoint_names, checkpoint_storage, open_run, step_of, tokenizer_to_go_on_with
@@ -92,6 +92,8 @@ class SweepTrial(tune.Trainable):
         try:
             # Where it now stands is said before it goes on, so that it is known if it dies on the way.
             event = self._latest if self._exploited is not None else self._next()
+        except Unavailable:  # storage or data may be back when Ray Tune starts the trial again (--max-failures)
+            raise
         except (BadInput, TrainingFailed) as error:
             event = Outcome("failed", error=plain_message(error))
         outcome = None
@@ -155,7 +157,10 @@ class SweepTrial(tune.Trainable):
     def _goes_on_from(self, told: int) -> int:
         """The step of its newest good checkpoint. Raises BadInput if there is none."""
         storage = checkpoint_storage(self._config)
-        good = find_good(storage, warn=print)
+        try:
+            good = find_good(storage, warn=print)
+        except BadInput:  # none is valid
+            good = None
         if good is None:
             come_to = max([told, *map(step_of, checkpoint_names(storage))])
             raise BadInput(

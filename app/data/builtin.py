@@ -11,7 +11,8 @@ import numpy as np
 from app.config import Config
 from app.data.cache import alone
 from app.data.sampling import stratified_split
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
+from app.retry import is_transient, retry
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +110,9 @@ def load_torchvision(config: Config) -> "Splits":
 
     def split(train: bool) -> tuple[Any, tuple[torch.Tensor, np.ndarray]]:
         try:
-            source = cls(data_dir(config), train=train, download=False)
+            source = retry(lambda: cls(data_dir(config), train=train, download=False), f"reading {data_dir(config)}")
+        except Unavailable:
+            raise
         except Exception as error:  # torchvision's readers meet damaged files with asserts and more
             reason = str(error) or type(error).__name__
             raise BadInput(f"--data-dir {data_dir(config)}: {known.name} could not be read: {reason}") from error
@@ -155,7 +158,8 @@ def fetch_if_missing(config: Config) -> None:
                 os.replace(unfinished / file, directory / file)
         except (RuntimeError, OSError) as error:  # URLError is an OSError
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise BadInput(
+            kind = Unavailable if is_transient(error) else BadInput
+            raise kind(
                 f"--data-dir {directory}: no {known.name} there, and it could not be fetched ({error}); "
                 f"put its files there, so that {known.marker} exists, or connect to the network"
             ) from None

@@ -23,6 +23,7 @@ from app.data.folder import Folder, check_headers, read_sizes, read_weights, sca
 from app.data.parquet import ParquetSet, find_tables
 from app.data.sampling import Facts, build_order, read_subset, stratified_split
 from app.errors import BadInput
+from app.retry import retry
 from app.user_code import DATASET_ARGUMENTS, find_callable, told_as_bad_input
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def load_splits(config: Config, tokenizer: str | None = None) -> "Splits":
     elif CALLABLE.fullmatch(config.dataset):
         load = find_callable("--dataset", config.dataset, *DATASET_ARGUMENTS)
         with told_as_bad_input(f"--dataset {config.dataset}"):
-            splits = checked(load(config))
+            splits = checked(retry(lambda: load(config), f"--dataset {config.dataset}"))
     else:
         load = {"digits": load_digits_images, "synthetic": load_synthetic}.get(config.dataset, load_torchvision)
         splits = load(config)

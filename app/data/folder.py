@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.data.tables import as_weight, read_rows
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
+from app.retry import retry
 
 SPLITS = ("train", "val", "test")
 EXTENSIONS = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
@@ -29,8 +30,12 @@ def scan_folder(data_dir: str) -> Folder:
     """List the images under DIR/train/CLASS, DIR/val/CLASS and DIR/test/CLASS, or under DIR/CLASS.
 
     Raises BadInput for a missing folder, an empty class, a file that is no image and classes that
-    differ between the splits.
+    differ between the splits; Unavailable if a folder cannot be listed at the moment.
     """
+    return retry(lambda: _scan(data_dir), f"listing --data-dir {data_dir}")
+
+
+def _scan(data_dir: str) -> Folder:
     root = Path(data_dir)
     if not root.is_dir():
         raise BadInput(f"--data-dir {data_dir}: no such directory")
@@ -76,8 +81,10 @@ def check_headers(folder: Folder, max_bad: int = 0) -> list[str]:
 
     def problem(path: Path) -> str | None:
         try:
-            with Image.open(path):
-                return None
+            retry(lambda: Image.open(path).close(), f"reading {path}")
+            return None
+        except Unavailable:
+            raise
         except Exception:  # what Pillow raises for damaged bytes has no common type
             return str(path)
 
@@ -101,16 +108,21 @@ def read_sizes(paths: Sequence[Path], skip_unreadable: bool = False) -> list[tup
     """
     from PIL import Image
 
+    def upright_size(path: Path) -> tuple[int, int]:
+        with Image.open(path) as image:
+            width, height = image.size
+            turned = image.getexif().get(ORIENTATION) in QUARTER_TURNS
+        return (height, width) if turned else (width, height)
+
     def size(path: Path) -> tuple[int, int]:
         try:
-            with Image.open(path) as image:
-                width, height = image.size
-                turned = image.getexif().get(ORIENTATION) in QUARTER_TURNS
+            return retry(lambda: upright_size(path), f"reading {path}")
+        except Unavailable:
+            raise
         except Exception as error:  # what Pillow raises for damaged bytes has no common type
             if skip_unreadable:
                 return 1, 1
             raise BadInput(f"{path} is no readable image: {error}") from None
-        return (height, width) if turned else (width, height)
 
     with ThreadPoolExecutor() as threads:
         return list(threads.map(size, paths))
@@ -130,7 +142,8 @@ def read_weights(data_dir: str, column: str, paths: Sequence[Path]) -> list[floa
         raise BadInput(f"--weight-column {column}: there is no {root / 'metadata.csv'} that it could be a column of")
     wanted = {os.path.normpath(path) for path in paths}
     weights: dict[str, float] = {}
-    for row in read_rows(table, [("file_name", "--weight-column needs"), (column, "--weight-column")]):
+    columns = [("file_name", "--weight-column needs"), (column, "--weight-column")]
+    for row in retry(lambda: list(read_rows(table, columns)), f"reading {table}"):
         where = f"--weight-column {column}: {table}, {row.where}"
         if row.error is not None:
             raise BadInput(f"{where}: {row.error}")
@@ -157,10 +170,14 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All files below the folder, but for those that file managers leave behind."""
+    """Return all files below the folder, but for those that file managers leave behind."""
+
+    def fail(error: OSError) -> None:  # os.walk would leave the folder out without a word
+        raise error
+
     return [
         Path(directory, name)
-        for directory, _, names in os.walk(folder)
+        for directory, _, names in os.walk(folder, onerror=fail)
         for name in names
         if not name.startswith(".") and name not in ("Thumbs.db", "desktop.ini")
     ]

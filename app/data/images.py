@@ -4,6 +4,7 @@ Either way an image is a uint8 tensor (C, H, W) of the split's fixed size, so wh
 changes the speed and not the result. Floats appear on the device only.
 """
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 
 from app.data.samples import InMemory
 from app.data.sampling import Facts
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
+from app.retry import retry
 
 # Width to height of the shapes that aspect-grouped images are resized to.
 ASPECT_RATIOS = (1 / 2, 9 / 16, 3 / 4, 1.0, 4 / 3, 16 / 9, 2.0)
@@ -98,15 +100,22 @@ def aspect_groups(sizes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, 
 
 
 def decode_image(file: Path | BinaryIO, shape: tuple[int, int], channels: int, name: str = "") -> torch.Tensor:
-    """uint8 (channels, H, W) of the shape (H, W). Raises BadInput, by its name, if it is no readable image."""
+    """Decode to uint8 (channels, H, W) of the shape (H, W).
+
+    Raises BadInput, by its name, if it is no readable image, and Unavailable if the disk does not give its bytes at
+    the moment: that says nothing about the image.
+    """
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(file) as opened:
+        content = io.BytesIO(retry(file.read_bytes, f"reading {file}")) if isinstance(file, Path) else file
+        with Image.open(content) as opened:
             upright = ImageOps.exif_transpose(opened)
             if upright.mode.startswith(("I", "F")):  # 16 bits and more; convert() would cut them off at 255
                 upright = Image.fromarray((np.asarray(upright, np.float64) / 257).clip(0, 255).astype(np.uint8))
             image = upright.convert("RGB" if channels == 3 else "L")
+    except Unavailable:
+        raise
     except Exception as error:  # what Pillow raises for damaged bytes has no common type
         raise BadInput(f"{name or file} is no readable image: {error}") from None
     image = ImageOps.fit(image, (shape[1], shape[0]), Image.Resampling.BILINEAR)

@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from app.data.folder import EXTENSIONS
 from app.data.tables import SUFFIXES, is_table, read_rows
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
+from app.retry import describe, retry
 
 # input, row: where it is from, for a person. content: an image's absolute path, or a text in UTF-8. error: why
 # there is no content.
@@ -59,8 +60,11 @@ class Inputs:
     def _check_text(self, given: str) -> None:
         path = self._path(given)
         if is_table(given):
-            rows = read_rows(path, [(self.text_column, "--text-column")])
-            next((row for row in rows if row.error is None), None)  # JSON says its columns in its first good line
+
+            def first_row() -> None:  # JSON says its columns in its first good line
+                next((row for row in read_rows(path, [(self.text_column, "--text-column")]) if row.error is None), None)
+
+            retry(first_row, f"reading {path}")
         elif given and os.path.exists(path):
             raise BadInput(
                 f"{printable(given)} is a {'folder' if os.path.isdir(path) else 'file'}, and this model takes texts: "
@@ -98,6 +102,8 @@ class Inputs:
                 for row in read_rows(self._path(given), [(self.text_column, "--text-column")]):
                     text, error = (None, row.error) if row.error is not None else _as_text(row.values[0])
                     yield printable(given), row.where, text, None if error is None else printable(error)
+            except OSError as error:  # half a table must not pass for the whole
+                raise Unavailable(f"reading {printable(given)} failed: {describe(error)}") from error
             except BadInput as error:  # a file damaged further on than check() looked
                 yield printable(given), None, None, printable(f"{error}; what follows in it is left out")
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from app.config import Config
 from app.errors import BadInput
+from app.retry import retry
 
 if TYPE_CHECKING:
     from app.distributed import World
@@ -184,7 +185,7 @@ def stratified_part(labels: np.ndarray, fraction: float) -> np.ndarray:
 def read_subset(path: str) -> np.ndarray:
     """Sample ids (n,) from a text file, one a line. Raises BadInput, naming the line, for anything else."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = retry(lambda: Path(path).read_text(encoding="utf-8-sig"), f"reading --subset-file {path}").splitlines()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise BadInput(f"--subset-file {path}: {reason}") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import BadInput
+from app.retry import describe, is_transient
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON can name it, and no encoding has it
@@ -39,7 +40,7 @@ def read_rows(path: str | Path, columns: Sequence[tuple[str, str]]) -> Iterator[
     columns: their names, each with the flag that says so. Values are strings in CSV and TSV, where an empty
     line is no row unless there is one column only; what the file has in the other two. A row that cannot be
     read has an error, and those behind it are read all the same. Raises BadInput for a file that cannot be
-    opened or lacks a column.
+    opened or lacks a column, and OSError where the disk does not answer at the moment (retry.is_transient).
     """
     path = Path(path)
     read = {".csv": _csv, ".tsv": _csv, ".parquet": _parquet}.get(path.suffix.lower(), _json_lines)
@@ -48,7 +49,9 @@ def read_rows(path: str | Path, columns: Sequence[tuple[str, str]]) -> Iterator[
     try:
         yield from read(path, [name for name, _ in columns], lambda present: _refuse_missing(path, columns, present))
     except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+        if is_transient(error):
+            raise
+        raise BadInput(f"{path} cannot be read: {describe(error)}") from None
 
 
 def as_weight(value: Any, where: str) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from app.data.stdlib_docs import read_sentences
 from app.data.tables import SUFFIXES, as_weight, is_table, read_rows
 from app.data.tokens import Encoded, encode, read_tokenizer, read_tokenizer_file, train_tokenizer
 from app.errors import BadInput
+from app.retry import retry
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +131,10 @@ def _find_files(data_dir: str) -> dict[str, Path]:
 def _read_tables(config: Config) -> tuple[dict[str, Texts], tuple[str, ...]]:
     assert config.data_dir is not None
     files = _find_files(config.data_dir)
-    rows = {split: _read_table(config, path, weighted=split == "train") for split, path in files.items()}
+    rows = {
+        split: retry(partial(_read_table, config, path, weighted=split == "train"), f"reading {path}")
+        for split, path in files.items()
+    }
     class_names = _sorted_classes({label for _, label, _, _ in rows["train"]})
     if len(class_names) < 2:
         raise BadInput(

@@ -12,6 +12,7 @@ import numpy as np
 
 from app.config import TOKENIZERS
 from app.errors import BadInput
+from app.retry import retry
 
 # Said aloud, the library does not warn of it when a process that has used it is forked (a DataLoader's).
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -60,7 +61,8 @@ def read_tokenizer_file(path: str, max_length: int) -> str:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
+        content = retry(lambda: Path(path).read_text(encoding="utf-8"), f"reading --tokenizer {path}")
+        tokenizer = Tokenizer.from_str(content)
     except OSError as error:
         raise BadInput(
             f"--tokenizer {path}: {error.strerror}; allowed are {', '.join(TOKENIZERS)} and a file"

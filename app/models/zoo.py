@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from app.data.samples import DataInfo
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
+from app.retry import is_transient
 
 
 def build_torchvision(name: str, info: DataInfo, weights: str | None) -> nn.Module:
@@ -48,7 +49,8 @@ def _pretrained(name: str, info: DataInfo, weights: str, options: dict[str, obje
     try:
         model = models.get_model(name, weights=chosen, **options)
     except OSError as error:  # URLError is one
-        raise BadInput(
+        kind = Unavailable if is_transient(error) else BadInput
+        raise kind(
             f"--weights {weights}: {chosen.url} could not be fetched ({error}); "
             "connect to the network, or put the file into torch's cache and try again"
         ) from None
