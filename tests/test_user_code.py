@@ -1,5 +1,6 @@
 """The user's own models and data sets, and all that can be wrong with them, as --dry-run sees it."""
 
+import gc
 import subprocess
 import sys
 import textwrap
@@ -148,6 +149,7 @@ def test_a_data_set_gone_wrong_is_told(data: str, message: str, start: Path) -> 
     if data.startswith(("arrays(", "from_arrays(")):
         data = f"def load(config): return {data}"
     assert message.format(start / "own_data.py") in dry_run(start, data=data)
+    gc.collect()  # a coroutine that nobody waits for warns when it goes, which may be in another test
 
 
 @pytest.mark.parametrize(
