@@ -3,6 +3,7 @@
 data -> restore -> model -> optimizer -> loaders -> steps: train, record, evaluate, save -> test
 """
 
+import json
 import math
 import traceback
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ import numpy as np
 import ray.train
 import ray.train.torch
 import torch
+from ray.util import get_node_ip_address
 
 from app.checkpoint import Checkpoint, CheckpointWriter, Position, find_good, load_checkpoint
 from app.clock import Span, StepClock
@@ -23,6 +25,7 @@ from app.data.sampling import Order, Schedule, build_order, build_schedule
 from app.data.splits import Splits
 from app.distributed import any_rank, current_world, from_rank_zero, gather_texts
 from app.errors import BadInput, FailedTogether, NonFiniteLoss, TrainingFailed, Unavailable, plain_message
+from app.fingerprint import fingerprint_rank, refuse_disagreement
 from app.loop import Training, evaluate, refuse_unreadable, train
 from app.metrics import Evaluation, Window
 from app.models.build import preprocessing
@@ -108,7 +111,7 @@ def run(
 
     found = agreed_checkpoint(storage, reporter, device)
 
-    def prepare() -> tuple[Splits, Order, Schedule, Checkpoint | None, torch.nn.Module]:
+    def prepare() -> tuple[Splits, Order, Schedule, Checkpoint | None, torch.nn.Module, dict[str, str]]:
         if here is not None:
             refuse_other_node(config, here)
         set_up_torch(config, device)
@@ -122,9 +125,10 @@ def run(
         phases("a worker has its data")
         network = build_network(config, splits.info, checkpoint)
         check_smallest_part(network, config, splits.info, schedule)
-        return splits, order, schedule, checkpoint, network
+        return splits, order, schedule, checkpoint, network, fingerprint_rank(config, splits, order)
 
-    splits, order, schedule, checkpoint, network = together(prepare, reporter, device)
+    splits, order, schedule, checkpoint, network, fingerprint = together(prepare, reporter, device)
+    compare_ranks(fingerprint)
     if checkpoint is not None:
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
     config = with_precision(config, checkpoint, device, reporter)
@@ -290,6 +294,15 @@ def together(work: Callable[[], T], reporter: Reporter, device: torch.device) ->
         raise Unavailable(unavailable[0])
     assert result is not None
     return result
+
+
+def compare_ranks(fingerprint: dict[str, str]) -> None:
+    """Raise RefusedTogether on all ranks unless all have the same data, code and packages."""
+    nodes, fingerprints = gather_texts([get_node_ip_address()]), gather_texts([json.dumps(fingerprint)])
+    try:
+        refuse_disagreement([json.loads(each) for each in fingerprints], nodes)
+    except BadInput as error:
+        raise RefusedTogether(str(error), 2) from error
 
 
 def agreed_checkpoint(

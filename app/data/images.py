@@ -4,6 +4,7 @@ Either way an image is a uint8 tensor (C, H, W) of the split's fixed size, so wh
 changes the speed and not the result. Floats appear on the device only.
 """
 
+import hashlib
 import io
 import os
 from collections.abc import Sequence
@@ -43,6 +44,14 @@ class ImageFiles:
         self._paths = np.array([os.fsencode(path) for path in paths], np.bytes_)
         self.labels, self.facts = np.asarray(labels, np.int64), facts or Facts()
         self._shapes, self._channels = shapes, channels
+
+    def fingerprint(self) -> str:
+        """Return a digest of the files' names below the folder that all are in, which may differ between nodes."""
+        paths: list[bytes] = self._paths.tolist()
+        # what the first and the last have in common, all in between have
+        ends = [os.path.dirname(path) for path in (min(paths), max(paths))] if paths else []
+        start = len(os.path.commonpath(ends)) + 1 if ends else 0
+        return f"{len(paths):,} files, {hashlib.sha256(b'/'.join(path[start:] for path in paths)).hexdigest()[:12]}"
 
     def inputs(self, ids: np.ndarray) -> torch.Tensor:
         groups = self.facts.groups

@@ -5,6 +5,7 @@ when a batch needs it: with sampling.streamed_order each rank goes through row g
 first row to the last.
 """
 
+import hashlib
 import io
 import time
 from collections import OrderedDict
@@ -202,6 +203,12 @@ class ParquetSet:
     def __getstate__(self) -> dict[str, Any]:
         # For the processes of a loader: connections and what was read stay where they are.
         return self.__dict__ | {"_held": OrderedDict(), "_filesystem": None}
+
+    def fingerprint(self) -> str:
+        """Return a digest of the files' names and of their row groups."""
+        names = [path.rpartition("/")[2] for path in self.table.files]
+        content = repr((names, self.table.groups, self.table.sizes.tolist(), self.table.columns))
+        return f"{len(names):,} files, {hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
     def inputs(self, ids: np.ndarray) -> "torch.Tensor":
         """Raises BadInput for damaged data, and OSError where the store does not answer."""

@@ -1,5 +1,6 @@
 """What data is to the rest: inputs and labels by sample id, and what a model has to know of them."""
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -11,6 +12,10 @@ from app.errors import BadInput
 
 if TYPE_CHECKING:
     from app.data.tokens import Vocabulary
+
+
+# Bytes that a fingerprint goes through in a tenth of a second, and how many samples it takes of a larger set.
+MOST_DIGESTED, DIGESTED_SAMPLES = 2**26, 1000
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,9 @@ class SampleSet(Protocol):
     n may be 0. A sample that cannot be read raises BadInput, in which --max-bad-samples may skip it.
     in_memory: not read from files. facts: what orders can go by. shown(ids): what a person can look at,
     by kind: images (n, C, H, W) uint8, or texts (n,); empty where there is neither.
+
+    A set may also have fingerprint(), a short text that tells two sets with other samples apart: workers compare it
+    before they train. It must take less than a second.
     """
 
     labels: np.ndarray
@@ -121,6 +129,15 @@ class InMemory:
         self._inputs, self.labels = inputs, np.asarray(labels, np.int64)
         self.facts, self._unreadable = facts or Facts(), unreadable or {}
 
+    def fingerprint(self) -> str:
+        """Return a digest of all values, or, of a large set, of those of samples at equal distances."""
+        inputs, step = self._inputs, 1
+        if inputs.numel() * inputs.element_size() > MOST_DIGESTED:
+            step = max(1, len(inputs) // DIGESTED_SAMPLES)
+        digest = hashlib.sha256(f"{inputs.dtype} {tuple(inputs.shape)}".encode())
+        digest.update(inputs[::step].contiguous().numpy().data)
+        return digest.hexdigest()[:12]
+
     def inputs(self, ids: np.ndarray) -> torch.Tensor:
         if self._unreadable:
             for i in ids.tolist():
@@ -138,6 +155,10 @@ class Subset:
     def __init__(self, base: SampleSet, ids: np.ndarray):
         self._base, self._ids, self.labels = base, ids, base.labels[ids]
         self.in_memory, self.facts = base.in_memory, base.facts.of(ids)
+
+    def fingerprint(self) -> str:
+        base = getattr(self._base, "fingerprint", lambda: "unknown samples")()
+        return f"{hashlib.sha256(np.ascontiguousarray(self._ids).data).hexdigest()[:12]} of {base}"
 
     def inputs(self, ids: np.ndarray) -> torch.Tensor:
         return self._base.inputs(self._ids[ids])

@@ -1,5 +1,6 @@
 """Labelled texts: tables of the user's, or the standard library's docstrings."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,10 @@ class TextSet:
     def __init__(self, source: Texts, encoded: Encoded):
         self.labels, self.facts = source.labels, Facts(weights=source.weights, lengths=encoded.lengths)
         self._texts, self._encoded = source.texts, encoded
+
+    def fingerprint(self) -> str:
+        """Return a digest of all texts."""
+        return hashlib.sha256("\0".join(self._texts).encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
     def inputs(self, ids: np.ndarray) -> "torch.Tensor":
         import torch
