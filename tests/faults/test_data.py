@@ -1,11 +1,20 @@
-"""Images that cannot be read among good ones."""
+"""Images that cannot be read among good ones, data that differs between nodes, and a data server that is away."""
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch.distributed as dist
 
+from app.config import Config
+from app.data.samples import Subset
+from app.data.splits import Splits
+from app.errors import BadInput
 from app.evaluate import main as evaluate
 from app.fit import fit
+from tests.common import tiny_splits
+from tests.faults.common import slow_config
 from tests.faults.conftest import Figures
 from tests.integration.test_data import config, last_line, write_mixed_shapes
 
@@ -14,6 +23,8 @@ pytestmark = [
     pytest.mark.usefixtures("local_ray"),
     pytest.mark.filterwarnings("ignore"),  # ray's own
 ]
+
+tries: list[None] = []
 
 
 @pytest.mark.ci
@@ -39,3 +50,36 @@ def test_unreadable_images_among_good_ones(
     assert found["num_samples"] * 2 == summary.samples_seen
     assert len(found["unreadable"]) == 36 - found["num_samples"]
     figures("16. Corrupt images among good ones", "named once each, skipped within --max-bad-samples, batches exact")
+
+
+def with_one_more(config: Config) -> Splits:
+    """The tiny data set; on rank 1 with another sample in front, and the last one gone."""
+    splits = tiny_splits(config)
+    if dist.get_rank() == 1:
+        ids = np.roll(np.arange(len(splits.train.labels)), 1)
+        return dataclasses.replace(splits, train=Subset(splits.train, ids))
+    return splits
+
+
+@pytest.mark.ci
+def test_a_node_with_other_samples(tmp_path: Path, figures: Figures) -> None:
+    with pytest.raises(BadInput, match="the workers do not have the same data, code or packages") as refused:
+        fit(slow_config(tmp_path, dataset="tests.faults.test_data:with_one_more"))
+    assert "labels of train: 57 labels, " in str(refused.value)
+    assert "(rank 1)" in str(refused.value)
+    figures("30. A node with one file more", "refused before the first step with the nodes and both values, exit 2")
+
+
+def unreachable_at_first(config: Config) -> Splits:
+    """The tiny data set, from a server that is away for the first two tries of each process."""
+    tries.append(None)
+    if len(tries) <= 2:
+        raise ConnectionError("the data server did not answer")
+    return tiny_splits(config)
+
+
+def test_a_data_server_that_is_away_for_a_moment(tmp_path: Path, figures: Figures) -> None:
+    settings = {"dataset": "tests.faults.test_data:unreachable_at_first", "schedule": "constant", "max_steps": 4}
+    summary, exit_code = fit(slow_config(tmp_path, **settings))
+    assert (exit_code, summary.step) == (0, 4)
+    figures("31. ConnectionError in a user's load()", "called again; the run is not touched")

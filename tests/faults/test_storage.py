@@ -16,7 +16,7 @@ from app.checkpoint import problem_with
 from app.config import Config
 from app.errors import BadInput
 from app.evaluate import main as evaluate
-from tests.faults.common import CHECKPOINT_EVERY, Fit, SlowNet, slow_config
+from tests.faults.common import CHECKPOINT_EVERY, Command, Fit, SlowNet, slow_config
 from tests.faults.conftest import Figures
 
 pytestmark = [
@@ -112,6 +112,86 @@ def test_a_full_disk(tmp_path: Path, figures: Figures) -> None:
     assert [problem_with(path) for path in run.checkpoints()] == [None] * 4
     assert not list((run.folder / "checkpoints").glob(".unfinished-*"))
     figures("10. Disk full while saving", "exit 1 with the reason; the earlier checkpoints stay good")
+
+
+# What each process of a command runs at its start, if it lies in a folder of PYTHONPATH.
+STALE_READS = """
+import errno, pathlib
+read_bytes, left = pathlib.Path.read_bytes, [2]
+
+def stale(path):
+    if path.name == "manifest.json" and left[0]:
+        left[0] -= 1
+        raise OSError(errno.ESTALE, "Stale file handle")
+    return read_bytes(path)
+
+pathlib.Path.read_bytes = stale
+"""
+# From the first try on, {seconds} long; the time is shared by all processes.
+NO_RENAMES = """
+import errno, os, pathlib, time
+rename, since = os.rename, pathlib.Path({since!r})
+
+def failing(source, target, **options):
+    if str(target).endswith("checkpoint-000000008"):
+        if not since.exists():
+            since.touch()
+        if time.time() < since.stat().st_mtime + {seconds}:
+            raise OSError(errno.EIO, "Input/output error")
+    return rename(source, target, **options)
+
+os.rename = failing
+"""
+
+
+@pytest.mark.ci
+def test_a_stale_file_handle_at_resume(sixteen_steps: Path, tmp_path: Path, figures: Figures) -> None:
+    config = copied(sixteen_steps, tmp_path, max_steps=20)
+    (tmp_path / "sitecustomize.py").write_text(STALE_READS)
+    run = Command(config, tmp_path, PYTHONPATH=str(tmp_path))
+    summary, exit_code = run.result()
+    assert (exit_code, summary["step"]) == (0, 20), run.output()
+    assert run.steps_lost(16, run.output()) == 0
+    assert [step for step, _, _ in run.losses()] == list(range(1, 21))
+    figures("27. A stale file handle while checkpoints are read", "read again; resumes from the newest one", 0)
+
+
+def test_a_disk_that_does_not_take_a_checkpoint_for_longer_than_the_retries(tmp_path: Path, figures: Figures) -> None:
+    config = slow_config(tmp_path, **LENGTHS)
+    since = tmp_path / "since"
+    (tmp_path / "sitecustomize.py").write_text(NO_RENAMES.format(since=str(since), seconds=40))
+    run = Command(config, tmp_path, PYTHONPATH=str(tmp_path))
+    summary, exit_code = run.result()
+    assert (exit_code, summary["status"], summary["step"]) == (0, "finished", 16), run.output()
+    assert "a checkpoint could not be saved to" in run.output()
+    assert "Input/output error" in run.output()
+    assert [step for step, _, _ in run.losses()] == list(range(1, 17))
+    recovery = run.seconds_to_step_after(8, since.stat().st_mtime)
+    figures(
+        "28. A disk that answers EIO for 40 s while saving", "the attempt fails and is repeated", None, None, recovery
+    )
+
+
+@pytest.mark.ci
+def test_no_checkpoint_is_valid(
+    sixteen_steps: Path, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = copied(sixteen_steps, tmp_path, max_steps=20)
+    folders = sorted((tmp_path / "runs" / "r" / "checkpoints").iterdir())
+    for folder in folders:
+        truncate(folder)
+    with pytest.raises(BadInput, match="no checkpoint of this run is valid") as refused:
+        Fit(config).result()
+    for folder in folders:
+        assert str(folder) in str(refused.value)
+        assert folder.is_dir()
+    assert "with --start-over" in str(refused.value)
+    before = json.loads((tmp_path / "runs" / "r" / "run.json").read_text())
+    run = Command(config, tmp_path, "--start-over")
+    summary, exit_code = run.result()
+    assert (exit_code, summary["step"], before["config"]["run_name"]) == (0, 20, "r"), run.output()
+    assert [step for step, _, _ in run.losses()] == list(range(1, 21))
+    figures("29. Every checkpoint damaged", "refused with the list, exit 2; nothing deleted; --start-over trains anew")
 
 
 class Bomb:
