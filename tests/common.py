@@ -42,6 +42,24 @@ class PlainNet(nn.Module):
         return self.fc(F.relu(self.conv(images)).flatten(1))
 
 
+class ClassicNet(nn.Module):
+    """The network as PyTorch's classic MNIST scripts write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.conv2_drop = nn.Dropout2d()
+        self.fc1 = nn.Linear(1600, 500)
+        self.fc2 = nn.Linear(500, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.view(-1, 1600)))
+        return self.fc2(F.dropout(x, training=self.training))
+
+
 def tiny_splits(config: Config) -> Splits:
     """57 + 11 + 11 images of 8x8 in 4 classes, with weights and lengths; usable as --dataset too, by its name."""
     generator = np.random.default_rng(5)

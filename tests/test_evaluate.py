@@ -72,7 +72,7 @@ def test_three_workers_measure_what_one_measures(tmp_path: Path, capsys: pytest.
 
 def test_data_that_has_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_images(tmp_path / "here", {"cat": 5, "dog": 5})
-    trained_run(tmp_path, dataset="image-folder", data_dir=str(tmp_path / "here"), image_size=8)
+    trained_run(tmp_path, dataset="image-folder", data_dir=str(tmp_path / "here"), image_size=10)
     (tmp_path / "here").rename(tmp_path / "there")
     run = str(tmp_path / "runs" / "r")
     with pytest.raises(BadInput, match="here: no such directory"):
@@ -93,7 +93,7 @@ def test_data_is_copied_to_this_machines_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     there = tmp_path / "of-the-cluster"
     trained_run(
-        tmp_path, dataset="image-folder", data_dir=(tmp_path / "here").as_uri(), image_size=8, cache_dir=str(there)
+        tmp_path, dataset="image-folder", data_dir=(tmp_path / "here").as_uri(), image_size=10, cache_dir=str(there)
     )
     shutil.rmtree(there)
     run = str(tmp_path / "runs" / "r")

@@ -225,7 +225,7 @@ def bits(config: Config, stop_at: int | None = None) -> list[tuple[list[float], 
 
     def fresh():
         torch.manual_seed(1)
-        return build_training(config, splits, MnistCnn((1, 8, 8), 4))
+        return build_training(config, splits, nn.Sequential(nn.Upsample(10), MnistCnn((1, 10, 10), 4)))
 
     training, losses, start = fresh(), [], 0
     if stop_at is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from app.runs import find_checkpoint, resolved
 from app.setup import build_network
 from app.trained import load_trained
 from app.weights import load_weights, load_weights_file
-from tests.common import PlainNet, tiny_splits
+from tests.common import ClassicNet, PlainNet, tiny_splits
 from tests.test_evaluate import TINY, last_line, trained_run
 
 
@@ -271,9 +272,25 @@ def test_evaluate_measures_a_plain_state_dict(tmp_path: Path, capsys: pytest.Cap
     settings.write_text("dataset: image-folder\n")
     with pytest.raises(BadInput, match=r"--config .*settings\.yaml: --dataset image-folder needs --data-dir"):
         evaluate([weights, "--config", str(settings)])
-    settings.write_text(json.dumps({**TINY, "model": "mnist-cnn"}))
+    settings.write_text(json.dumps({**TINY, "model": "resnet18"}))
     with pytest.raises(BadInput, match=r"w\.pt is of another architecture"):
         evaluate([weights, "--config", str(settings)])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_evaluate_measures_a_checkpoint_of_a_classic_ddp_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = ClassicNet()
+    torch.save(nn.parallel.DistributedDataParallel(network).state_dict(), tmp_path / "mnist_cnn.pt")
+    (tmp_path / "settings.yaml").write_text("dataset: digits\nmodel: mnist-cnn\n")
+    assert evaluate([str(tmp_path / "mnist_cnn.pt"), "--config", str(tmp_path / "settings.yaml")]) == 0
+    splits = load_splits(Config())
+    test, (mean,), (std,) = splits["test"], splits.info.mean, splits.info.std
+    with torch.no_grad():
+        logits = network.eval()((test.inputs(np.arange(len(test.labels))).float() / 255 - mean) / std)
+    loss = nn.functional.cross_entropy(logits, torch.from_numpy(test.labels)).item()
+    assert last_line(capsys)["metrics"]["test/loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_evaluate_of_texts_needs_their_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,19 +10,34 @@ from app.config import Config
 from app.data.samples import DataInfo
 from app.errors import BadInput
 from app.models.build import Normalize, build_model
+from tests.common import ClassicNet
 
 
 def info(channels: int = 1, size: int = 28, classes: int = 7) -> DataInfo:
     return DataInfo((channels, size, size), tuple(map(str, range(classes))), (0.5,) * channels, (0.25,) * channels, 100)
 
 
-def test_mnist_cnn_is_the_classic_network() -> None:
-    network = build_model(Config(), info(classes=10))
-    shapes = {name: tuple(tensor.shape) for name, tensor in network.named_parameters()}
-    assert shapes["conv1.weight"] == (32, 1, 3, 3)
-    assert shapes["conv2.weight"] == (64, 32, 3, 3)
-    assert shapes["fc1.weight"] == (500, 9216)
-    assert shapes["fc2.weight"] == (10, 500)
+@pytest.mark.parametrize("training", [False, True])
+def test_mnist_cnn_is_the_classic_network(training: bool) -> None:
+    network, classic = build_model(Config(), info(classes=10)), ClassicNet()
+    assert sum(parameter.numel() for parameter in network.parameters()) == 824_326
+    network.load_state_dict(classic.state_dict())
+    images, logits = torch.rand(4, 1, 28, 28), []
+    for each in (network, classic):
+        torch.manual_seed(0)  # of dropout
+        logits.append(each.train(training)(images))
+    torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize(("size", "features"), [(10, 64), (28, 1600), (29, 1600), (32, 2304)])
+def test_mnist_cnn_takes_other_sizes_and_channels(size: int, features: int) -> None:
+    network = build_model(Config(), info(3, size))
+    assert network.get_parameter("fc1.weight").shape == (500, features)
+
+
+def test_mnist_cnn_names_the_smallest_image() -> None:
+    with pytest.raises(BadInput, match=r"--model mnist-cnn needs images of 10 pixels or more on a side, .* 9x9"):
+        build_model(Config(), info(size=9))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +96,7 @@ def test_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None
         build_model(Config(model="resnet18", weights="DEFAULT"), info(3, 32))
 
 
-@pytest.mark.parametrize(("name", "size"), [("alexnet", 16), ("vit_b_16", 30), ("mnist-cnn", 5)])
+@pytest.mark.parametrize(("name", "size"), [("alexnet", 16), ("vit_b_16", 30)])
 def test_images_that_a_model_cannot_take(name: str, size: int) -> None:
     with pytest.raises(BadInput, match=f"--model {name}"):
         build_model(Config(model=name), info(3, size))
