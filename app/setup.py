@@ -114,6 +114,42 @@ def ddp_options(config: Config) -> dict[str, Any]:
     return {"find_unused_parameters": config.find_unused_parameters, "gradient_as_bucket_view": True}
 
 
+def set_up_ddp(model: nn.Module, config: Config, clock: StepClock | None = None) -> None:
+    """Prepare a network that DistributedDataParallel wraps for its first step; one worker has none."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        compress_gradients(model, config, clock)
+        settle_buckets(model)
+
+
+class EveryParameter(nn.Module):
+    """A sum over all trainable parameters, the last registered one first in its backward pass."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, _: None) -> torch.Tensor:
+        trainable = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        return torch.stack([parameter.sum() for parameter in trainable]).sum()
+
+
+def settle_buckets(model: nn.parallel.DistributedDataParallel) -> None:
+    """Fix the buckets in which gradients are exchanged, without a pass through the network itself.
+
+    DDP begins with one bucket and, after a process's first backward pass, makes new ones in the order in which the
+    gradients came. A sum over three or more ranks depends on a gradient's place in its bucket, so the first step after
+    a resume would differ in the last bit. A backward pass that is thrown away makes every process, fresh or resumed,
+    have the same buckets from its first step on: in reverse order of registration, as DDP itself expects gradients.
+    """
+    if model.find_unused_parameters:
+        return  # DDP then keeps its first buckets
+    network = model.module
+    model.module = EveryParameter(network)
+    model(None).backward()
+    model.module = network
+    network.zero_grad(set_to_none=True)
+
+
 def compress_gradients(model: nn.Module, config: Config, clock: StepClock | None = None) -> None:
     """Have DistributedDataParallel exchange gradients as --grad-compression says; one worker exchanges none.
 

@@ -40,12 +40,12 @@ from app.setup import (
     build_ema,
     build_network,
     check_smallest_part,
-    compress_gradients,
     ddp_options,
     evaluation_loader,
     is_fast_at_bf16,
     load_optimizer,
     refuse_slow_bf16,
+    set_up_ddp,
     set_up_torch,
     training_loader,
 )
@@ -133,7 +133,7 @@ def run(
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
     config = with_precision(config, checkpoint, device, reporter)
     model = ray.train.torch.prepare_model(network, parallel_strategy_kwargs=ddp_options(config))
-    compress_gradients(model, config, clock)
+    set_up_ddp(model, config, clock)
     optimizer = build_optimizer(config, list(network.parameters()))
     if checkpoint is not None:
         load_optimizer(optimizer, checkpoint.trainer["optimizer"])

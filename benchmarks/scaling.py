@@ -31,7 +31,7 @@ from app.loop import Training, train
 from app.models.build import preprocessing
 from app.optim import build_optimizer
 from app.progress import console
-from app.setup import build_network, compress_gradients, ddp_options, training_loader
+from app.setup import build_network, ddp_options, set_up_ddp, training_loader
 
 CPU, ONE = torch.device("cpu"), World(0, 1)
 WORKERS = (1, 2, 8, 64, 512)
@@ -103,7 +103,7 @@ def build(config: Config, splits: Splits, world: World) -> tuple[Training, Any]:
     schedule = build_schedule(config, order)
     network = build_network(config, splits.info, None)
     model = network if world.size == 1 else nn.parallel.DistributedDataParallel(network, **ddp_options(config))
-    compress_gradients(model, config)
+    set_up_ddp(model, config)
     optimizer = build_optimizer(config, list(network.parameters()))
     training = Training(config, schedule, world, CPU, network, model, preprocessing(splits.info), optimizer)
     return training, training_loader(config, splits, order, schedule, world, 0, CPU)

@@ -27,7 +27,7 @@ from app.distributed import current_world
 from app.loop import Training
 from app.models.build import preprocessing
 from app.optim import build_optimizer
-from app.setup import build_ema, ddp_options, training_loader
+from app.setup import build_ema, ddp_options, set_up_ddp, training_loader
 
 
 class PlainNet(nn.Module):
@@ -102,13 +102,15 @@ def build_training(config: Config, splits: Splits, network: nn.Module | None = N
     torch.manual_seed(0)
     network = network or PlainNet()
     world = current_world()
+    model = nn.parallel.DistributedDataParallel(network, **ddp_options(config)) if world.size > 1 else network
+    set_up_ddp(model, config)
     return Training(
         config=config,
         schedule=build_schedule(config, build_order(config, splits.train.labels, splits.train.facts)),
         world=world,
         device=torch.device("cpu"),
         network=network,
-        model=nn.parallel.DistributedDataParallel(network, **ddp_options(config)) if world.size > 1 else network,
+        model=model,
         preprocess=preprocessing(splits.info),
         optimizer=build_optimizer(config, list(network.parameters())),
         ema=build_ema(config, network, None),

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,17 +16,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 
 from app.config import Config
+from app.data.datasets import check_data, load_splits
 from app.data.loader import build_loader
 from app.data.samples import Subset
 from app.data.sampling import EvaluationBatches
 from app.data.splits import Splits
 from app.distributed import World, current_world
 from app.errors import BadInput, NonFiniteLoss, TooManyBadSamples
-from app.loop import evaluate, refuse_unreadable, seed_generators, train, update_ema
+from app.loop import Training, evaluate, refuse_unreadable, seed_generators, train, update_ema
 from app.metrics import Evaluation
 from app.models.build import preprocessing
 from app.models.mnist_cnn import MnistCnn
-from app.setup import load_optimizer
+from app.setup import build_network, load_optimizer
 from tests.common import PlainNet, build_training, loader_for, on_ranks, tiny_splits, with_unreadable
 
 BASE = {"dataset": "tests.common:tiny_splits", "epochs": 3, "batch_size": 10, "lr": 0.01, "warmup_epochs": 0.5}
@@ -222,10 +225,17 @@ def test_a_rank_without_a_share_of_a_step_takes_part_and_adds_nothing() -> None:
 def bits(config: Config, stop_at: int | None = None) -> list[tuple[list[float], bytes]]:
     """Losses and final bits of a run with dropout, augmentation and EMA; broken off and resumed at stop_at."""
     splits = tiny_splits(config)
+    return bits_of(
+        splits,
+        lambda: build_training(config, splits, nn.Sequential(nn.Upsample(10), MnistCnn((1, 10, 10), 4))),
+        stop_at,
+    )
 
-    def fresh():
+
+def bits_of(splits: Splits, build: Callable[[], Training], stop_at: int | None) -> list[tuple[list[float], bytes]]:
+    def fresh() -> Training:
         torch.manual_seed(1)
-        return build_training(config, splits, nn.Sequential(nn.Upsample(10), MnistCnn((1, 10, 10), 4)))
+        return build()
 
     training, losses, start = fresh(), [], 0
     if stop_at is not None:
@@ -236,9 +246,8 @@ def bits(config: Config, stop_at: int | None = None) -> list[tuple[list[float], 
         again = fresh()
         again.network.load_state_dict(training.network.state_dict())
         again.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-        assert again.ema is not None
-        assert training.ema is not None
-        again.ema.load_state_dict(training.ema.state_dict())
+        if again.ema is not None and training.ema is not None:
+            again.ema.load_state_dict(training.ema.state_dict())
         training, start = again, stop_at
     losses += [result.loss for result in train(training, loader_for(training, splits, start))]
     weights = [*training.network.state_dict().values(), *training.evaluated.state_dict().values()]
@@ -264,6 +273,41 @@ def resumed_at_every(stops: list[int]) -> list:
 def test_two_ranks_resume_bit_by_bit_too() -> None:
     for whole, *resumed in on_ranks(2, resumed_at_every, [5, 6]):
         assert resumed == [whole, whole]
+
+
+SYNTHETIC = {"dataset": "synthetic", "synthetic_samples": 400, "synthetic_classes": 4}
+GREY = {**SYNTHETIC, "image_channels": 1, "model": "mnist-cnn"}
+TEXTS = {"dataset": "text", "model": "text-lstm", "batch_size": 14}
+# Networks of DDP buckets in one piece and in several, with batch norm, dropout and a recurrent layer.
+NETWORKS: dict[str, dict] = {
+    "mnist-cnn": {**GREY, "image_size": 12, "batch_size": 96},
+    "mnist-cnn, uneven": {**GREY, "image_size": 17, "batch_size": 33, "grad_accumulation": 3},
+    "mnist-cnn, several buckets": {**GREY, "image_size": 44, "batch_size": 13, "ema_decay": 0.9},
+    "mnist-cnn, bf16 gradients": {**GREY, "image_size": 12, "batch_size": 96, "grad_compression": "bf16"},
+    "mnist-cnn, buckets never rebuilt": {**GREY, "image_size": 12, "batch_size": 96, "find_unused_parameters": True},
+    "resnet18": {**SYNTHETIC, "model": "resnet18", "image_size": 16, "batch_size": 23, "max_steps": 3},
+    "text-lstm": {**TEXTS, "max_length": 12},
+    "text-lstm, larger": {**TEXTS, "max_length": 30, "embedding_size": 70, "hidden_size": 90, "bidirectional": True},
+}
+
+
+def whole_and_resumed(name: str, data_dir: str, stop_at: int) -> list:
+    own = {"data_dir": data_dir} if NETWORKS[name]["dataset"] == "text" else {}
+    config = Config(**{"max_steps": 5, "lr": 0.01, "warmup_epochs": 0, **NETWORKS[name], **own})
+    splits = load_splits(config, check_data(config).tokenizer)
+    return [
+        bits_of(splits, lambda: build_training(config, splits, build_network(config, splits.info, None)), stop)
+        for stop in (None, stop_at)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_any_number_of_ranks_resumes_bit_by_bit(name: str, world_size: int, tmp_path: Path) -> None:
+    words = [" ".join(f"w{number * place % 41}" for place in range(3 + number % 25)) for number in range(60)]
+    (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"{text},c{len(text) % 3}\n" for text in words))
+    for whole, resumed in on_ranks(world_size, whole_and_resumed, name, str(tmp_path), 2):
+        assert resumed == whole
 
 
 def stretch(start: int, stop: int, state: dict | None) -> tuple[list[list[int]], list[float], dict]:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from app.config import Config
 from app.data.samples import DataInfo
@@ -22,6 +24,7 @@ from app.setup import (
     ddp_options,
     load_optimizer,
     refuse_slow_bf16,
+    set_up_ddp,
     set_up_torch,
 )
 from tests.common import PlainNet, on_ranks
@@ -144,6 +147,47 @@ def test_gradients_are_exchanged_in_bf16() -> None:
     assert torch.equal(found, found.bfloat16().float())  # what came over the wire
     assert not torch.equal(found, exact[0][0])
     torch.testing.assert_close(found, exact[0][0], rtol=2**-6, atol=1e-3)
+
+
+class Shuffled(nn.Module):
+    """Registers its layers in another order than it uses them in, with batch norm, dropout and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.frozen, self.first = nn.Linear(6, 3), nn.Linear(6, 6).requires_grad_(False), nn.Linear(5, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.calls = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.last(nn.functional.dropout(self.norm(self.frozen(self.first(inputs))), 0.5))
+
+
+def settled() -> tuple[list[str], bool]:
+    """The parameters as DDP exchanges them in the first step, and whether preparing DDP left no other trace."""
+    torch.manual_seed(0)
+    network, config = Shuffled(), Config()
+    model = nn.parallel.DistributedDataParallel(network, **ddp_options(config))
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
+    before, numbers, exchanged = copy.deepcopy(network.state_dict()), torch.get_rng_state(), []
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[reportPrivateImportUsage]
+        exchanged.append([names[parameter] for parameter in bucket.parameters()])
+        return allreduce_hook(state, bucket)  # type: ignore[arg-type]  # None is the default group
+
+    model.register_comm_hook(None, hook)
+    set_up_ddp(model, config)
+    unchanged = all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    unchanged &= torch.equal(torch.get_rng_state(), numbers) and network.calls == 0
+    unchanged &= all(parameter.grad is None for parameter in network.parameters()) and model.module is network
+    exchanged.clear()
+    model(torch.ones(2, 5)).sum().backward()
+    return [name for bucket in exchanged for name in bucket], unchanged
+
+
+def test_the_order_of_the_first_steps_gradients_is_that_of_registration() -> None:
+    expected = ["norm.bias", "norm.weight", "first.bias", "first.weight", "last.bias", "last.weight"]
+    assert on_ranks(2, settled) == [(expected, True)] * 2
 
 
 @pytest.mark.parametrize(

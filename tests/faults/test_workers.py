@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import ray.train
 import torch
+import torchvision
 from torch import nn
 
+from app.models.mnist_cnn import MnistCnn
 from tests.faults.common import CHECKPOINT_EVERY, STEPS, Fit, SlowNet, assert_same_run, slow_config, worker_pids
 from tests.faults.conftest import Figures
 
@@ -61,6 +63,41 @@ def test_killed_workers(
         ).fetchall()
     assert [step for (step,) in rows] == list(range(1, STEPS + 1))
     figures("20. One MLflow run through all of it", "1 run id; steps 1 to 48, each once, in order")
+
+
+def slowed(network: nn.Module) -> nn.Module:
+    network.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    return network
+
+
+def slow_mnist_cnn(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return slowed(MnistCnn(input_shape, num_classes))
+
+
+def slow_resnet18(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    return slowed(torchvision.models.resnet18(num_classes=num_classes))
+
+
+THREE_WORKERS: dict[str, Any] = {"num_workers": 3, "dataset": "synthetic", "synthetic_samples": 60, "image_size": 12}
+THREE_WORKERS |= {"batch_size": 12, "epochs": 3, "augment": "none"}  # 15 steps
+
+
+@pytest.mark.parametrize("network", ["mnist_cnn", "resnet18"])  # one bucket, several
+def test_a_killed_worker_of_three(
+    network: str, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sum over three workers depends on the order of gradients, which must be the same in restarted processes."""
+    settings = {**THREE_WORKERS, "model": f"tests.faults.test_workers:slow_{network}"}
+    undisturbed = Fit(slow_config(tmp_path / "undisturbed", **settings))
+    assert undisturbed.result()[1] == 0
+    run = Fit(slow_config(tmp_path, **settings))
+    run.wait_for_step(5)
+    os.kill(worker_pids()[-1], signal.SIGKILL)
+    summary, exit_code = run.result()
+    assert (exit_code, summary.status, summary.step) == (0, "finished", 15)
+    assert "died: its process was killed or crashed" in capsys.readouterr().out
+    assert_same_run(run, undisturbed)
+    figures(f"1.1 SIGKILL of one of three workers, {network}", "recovered, bit-identical")
 
 
 def is_rank_1_for_the_first_time_at_step_10(network: nn.Module) -> bool:
