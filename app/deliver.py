@@ -7,11 +7,12 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.spool import SENT, SPOOL, read_records, sent_offset
+from app.spool import SPOOL, SYSTEM, last_go_back, note_sent, read_records, sent_offset
 from app.storage import Storage, credentials_in, without_credentials
 
 RUN = "mlflow.json"
@@ -19,10 +20,28 @@ PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1
 ANSWER_S = 3.0
 
 
+@dataclass
+class Known:
+    """The last step that MLflow has of each metric, counted from the last time before went_back_ms that training went
+    back to an earlier step."""
+
+    last_steps: dict[str, int]
+    went_back_ms: int
+
+    def has(self, key: str, step: int) -> bool:
+        return step <= self.last_steps.get(key, -1)
+
+    def go_back(self, time_ms: int) -> None:
+        """What is recorded from here on may have lower steps, and is not what MLflow has of these."""
+        if time_ms > self.went_back_ms:
+            self.last_steps = {key: step for key, step in self.last_steps.items() if key.startswith(SYSTEM)}
+
+
 class Target:
     """The MLflow run that records go to, nested in the parent's. Its id is kept with the run's files.
 
-    is_new: it was created since this was last set to False, because there was none.
+    is_new: it was created since this was last set to False, because there was none. known: what it had before the
+    first record was sent.
     """
 
     def __init__(self, uri: str, experiment: str, run_name: str, storage: Storage, parent: "Target | None" = None):
@@ -30,6 +49,7 @@ class Target:
         self._experiment, self._run_name, self._storage, self._parent = experiment, run_name, storage, parent
         self.run_id: str | None = None
         self.is_new = False
+        self.known: Known | None = None
         known = json.loads(storage.read(RUN) or b"{}")
         if known.get("tracking_uri") == self.name:
             self.run_id = known["run_id"]
@@ -149,26 +169,38 @@ def _exists(client: Any, run_id: str) -> bool:
 def deliver(directory: Path, target: Target, event: Callable[[str], None] = print) -> None:
     """Send all records that were not sent yet. Raises what MLflow raises when it cannot be reached.
 
-    A record that was sent but not noted as sent is sent again, with the same time and step, which
-    MLflow stores once. One that is refused is said and passed over: it must not block those behind it.
+    A record that was sent but not noted as sent is sent again, with the same time and step, which MLflow stores
+    once. Another machine may have computed and sent the same steps before it was lost: metrics that MLflow already
+    had when this process came to it are left out. A record that is refused is said and passed over: it must not
+    block those behind it.
     """
     client, run_id = target.connect()
     if target.is_new:
-        _note_sent(directory, 0)  # it gets every record there is
+        note_sent(directory, 0)  # it gets every record there is
         target.is_new = False
+    known = target.known = target.known or _known(client, run_id, directory)
     for records, position in _batches(directory, sent_offset(directory)):
         try:
-            _send(client, run_id, directory, records)
+            _send(client, run_id, directory, records, known)
         except Exception as error:  # MLflow's, or from drawing a picture, or torch.export's
             client.get_run(run_id)  # raises if it is the server that is not there: then all is tried again
             reason = target.reason(error)
             event(f"MLflow did not take a record of kind {records[0]['kind']}, kept in {directory / SPOOL}: {reason}")
-        _note_sent(directory, position)
+        note_sent(directory, position)
 
 
-def _note_sent(directory: Path, position: int) -> None:
-    (directory / (SENT + ".new")).write_text(json.dumps({"offset": position}))
-    os.replace(directory / (SENT + ".new"), directory / SENT)
+def _known(client: Any, run_id: str, directory: Path) -> Known:
+    line = last_go_back(directory)
+    went_back_ms = json.loads(line)["time_ms"] if line is not None else 0
+    last_steps = {}
+    for metric in client.get_run(run_id).data.to_proto().metrics:  # of each the one with the highest step
+        if metric.timestamp >= went_back_ms or metric.key.startswith(SYSTEM):
+            last_steps[metric.key] = metric.step
+        else:  # from before: there may be lower ones since
+            history = client.get_metric_history(run_id, metric.key)
+            steps = [each.step for each in history if each.timestamp >= went_back_ms]
+            last_steps |= {metric.key: max(steps)} if steps else {}
+    return Known(last_steps, went_back_ms)
 
 
 def _batches(directory: Path, offset: int) -> Iterator[tuple[list[dict[str, Any]], int]]:
@@ -191,13 +223,21 @@ def _batches(directory: Path, offset: int) -> Iterator[tuple[list[dict[str, Any]
         yield group, behind
 
 
-def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any]]) -> None:
+def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any]], known: Known) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
     record = records[0]
     if record["kind"] == "metrics":
-        values = [(key, value, each) for each in records for key, value in each["values"].items()]
-        client.log_batch(run_id, [Metric(key, value, each["time_ms"], each["step"]) for key, value, each in values])
+        metrics = [
+            Metric(key, value, each["time_ms"], each["step"])
+            for each in records
+            for key, value in each["values"].items()
+            if not known.has(key, each["step"])
+        ]
+        if metrics:
+            client.log_batch(run_id, metrics)
+    elif record["kind"] == "go_back":
+        known.go_back(record["time_ms"])
     elif record["kind"] == "run":
         client.update_run(run_id, status="RUNNING")
         known = client.get_run(run_id).data.params  # of the run's first start; they cannot change
@@ -208,9 +248,12 @@ def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any
     elif record["kind"] == "artifact":
         client.log_artifact(run_id, str(directory / record["file"]), os.path.dirname(record["file"]) or None)
     elif record["kind"] == "pictures":
-        from app.pictures import draw
+        from app.pictures import CURVES, draw
 
-        for picture in draw(directory, directory / record["file"]):
+        # MLflow's: the records of an earlier machine are not on this one's disk
+        histories = {key: client.get_metric_history(run_id, key) for key in CURVES}
+        curves = {key: sorted((each.step, each.value) for each in found) for key, found in histories.items()}
+        for picture in draw(directory, directory / record["file"], curves):
             client.log_artifact(run_id, str(picture), "pictures")
     elif record["kind"] == "model":
         from app.mlflow_model import log_model

@@ -23,6 +23,7 @@ from app.lock import held
 from app.nodes import look_around
 from app.phases import NO_PHASES, Phases
 from app.progress import LOOK_EVERY_S, Display
+from app.record import snapshot, store_rest
 from app.runs import (
     LENGTH_DEPENDENT_SCHEDULES,
     Run,
@@ -143,13 +144,17 @@ def close_without_tracker(config: Config, tracking_uri: str | None) -> None:
     """Mark the run as failed where no Tracker is left to do it."""
     write_run(Run(config, "failed"))
     root = run_storage(config).root
-    directory = tracking_directory(root)
-    Spool(directory).append("status", status="FAILED")
+    storage, directory = run_storage(config), tracking_directory(root)
+    spool = Spool(directory)
+    spool.append("status", status="FAILED")
+    spool.sync()
     if tracking_uri is not None:
         try:
-            deliver(directory, Target(tracking_uri, config.experiment, str(config.run_name), run_storage(config)))
+            deliver(directory, Target(tracking_uri, config.experiment, str(config.run_name), storage))
         except Exception as error:  # whatever a server that is not ours does
             print(f"MLflow was not told ({type(error).__name__}); do it with: python -m app.deliver {root}")
+            if not storage.local:
+                store_rest(storage, snapshot(spool, str(config.run_name)))
 
 
 def start_tracker(config: Config, tracking_uri: str | None) -> Any:
@@ -199,14 +204,16 @@ def as_far_as_saved(config: Config, outcome: "Outcome") -> "Outcome":
     if name is None:
         return outcome
     position = load_checkpoint(storage, name).position
-    best = find_good(storage, warn=print, prefer=checkpoint_name(position.best.step)) or name
+    named = checkpoint_name(position.best.step)
+    best = find_good(storage, warn=print, prefer=named) or name
     return replace(
         outcome,
         checkpoint=storage.uri(best),
         epoch=position.epoch,
         step=position.step,
         samples_seen=position.samples_seen,
-        metrics=position.best.metrics(),
+        # of another checkpoint than the best, which is lost, nobody can measure them here
+        metrics=position.best.metrics() if best == named else {},
     )
 
 
@@ -233,6 +240,9 @@ def wait_for_delivery(tracker: Any, root: str, display: Display, interrupt: Inte
         if interrupt.count > 1 or state.all_sent or now - began > DELIVERY_S or now - unreachable_since > UNREACHABLE_S:
             break
         time.sleep(LOOK_EVERY_S)
+    problem: Any = ray.get(tracker.store_rest.remote())
+    if problem is not None:
+        display.event(problem)
     if not state.all_sent:
         display.event(f"not everything is in MLflow yet; deliver it with: python -m app.deliver {root}")
     return state

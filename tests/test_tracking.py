@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_from_another_ones_checkpoint_records_what_differs(tm
     spool.append_metrics(30, {"val/loss": 0.4})
     spool.append_metrics(40, {"system/node_0/cpu": 2.0})
     spool.close()
-    values = [(record["step"], *record["values"].values()) for record, _ in read_records(tmp_path, 0)]
+    values = [(step, *values.values()) for step, values in metric_records(tmp_path)]
     assert values == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 1.0), (30, 0.4)]
     again = Spool(tmp_path)
     assert again.next_step("val/loss") == 31
@@ -104,7 +104,7 @@ def test_half_a_line_of_a_killed_process_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_half_a_line_is_cut_off_however_long_it_is_and_nothing_else(tmp_path: Path) -> None:
-    whole = '{"kind": "tags", "tags": {}}\n'
+    whole = '{"kind": "tags", "time_ms": 1, "tags": {}}\n'
     for torn in ("x" * 3 * BLOCK, "x" * (BLOCK - 1), "x", ""):
         for before in ("", whole, whole * (BLOCK // len(whole) + 1)):
             (tmp_path / "records.jsonl").write_text(before + torn)
