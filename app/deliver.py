@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from app.database import ensure_database
 from app.spool import SPOOL, SYSTEM, last_go_back, note_sent, read_records, sent_offset
 from app.storage import Storage, credentials_in, without_credentials
 
@@ -71,6 +72,7 @@ class Target:
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         mlflow.set_tracking_uri(self.uri)
+        ensure_database(self.uri)
         client = mlflow.MlflowClient(self.uri)
         if self.run_id is not None and not self._checked and not _exists(client, self.run_id):
             self.run_id, self._noted = None, False  # deleted meanwhile, or the database was
