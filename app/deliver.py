@@ -1,8 +1,11 @@
 """python -m app.deliver RUN_DIRECTORY    sends MLflow what a run could not deliver
 
+RUN_DIRECTORY is a path or, from any machine, the URI of a run in an object store.
+
 Used by a run's Tracker all the time, and by a person for what is left over.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -13,7 +16,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from app.database import ensure_database
-from app.spool import SPOOL, SYSTEM, last_go_back, note_sent, read_records, sent_offset
+from app.errors import BadInput
+from app.lock import held
+from app.record import restore, store_rest
+from app.runs import SWEEP, read_run, tracking_directory
+from app.spool import SPOOL, SYSTEM, Spool, last_go_back, note_sent, read_records, sent_offset
 from app.storage import Storage, credentials_in, without_credentials
 
 RUN = "mlflow.json"
@@ -266,14 +273,20 @@ def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any
         client.set_terminated(run_id, status=record["status"], end_time=record["time_ms"])
 
 
-def main(argv: Sequence[str]) -> int:
-    from app.errors import BadInput
+def _has_records(directory: Path, storage: Storage, run_name: str) -> bool:
+    """Return True if there is a record of the run: on this machine, or in its object store, which is restored."""
+    if storage.local:
+        return (directory / SPOOL).is_file()
+    spool = Spool(directory)
+    found = restore(spool, storage, run_name)
+    spool.close()
+    return found or (directory / SPOOL).stat().st_size > 0
 
+
+def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
         print("usage: python -m app.deliver RUN_DIRECTORY\n\nDelivers the records of a run that MLflow lacks.")
         return 0 if argv and argv[0] in ("-h", "--help") else 2
-    from app.runs import SWEEP, read_run, tracking_directory
-
     storage = Storage(argv[0])
     record, sweep = read_run(storage), storage.read(SWEEP)
     if record is None and sweep is None:
@@ -284,19 +297,25 @@ def main(argv: Sequence[str]) -> int:
         raise BadInput(f"{argv[0]} was run with --tracking-uri none: there is nothing to deliver")
     if without_credentials(given := os.environ.get("MLFLOW_TRACKING_URI", "")) == uri:
         uri = given  # the same server, with the password that was not written down
-    directory = tracking_directory(storage.root)
-    target = Target(uri, settings["experiment"], settings["run_name"], storage)
-    parts = [(directory, target)]
-    for name in storage.names("") if record is None else ():  # a sweep's trials
-        if (nested := directory.parent / name / directory.name / SPOOL).is_file():
-            trial = Target(uri, settings["experiment"], name, Storage(f"{storage.root}/{name}"), target)
-            parts.append((nested.parent, trial))
-    try:
-        for spool, part in parts:
-            deliver(spool, part)
-    except Exception as error:
-        reason = target.reason(error)
-        raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {reason}") from None
+    directory, name = tracking_directory(storage.root), settings["run_name"]
+    target = Target(uri, settings["experiment"], name, storage)
+    # A command of this machine that trains the run would write the same file.
+    with contextlib.nullcontext() if storage.local else held(storage, name):
+        parts = [(directory, storage, target)] if _has_records(directory, storage, name) else []
+        for name in storage.names("") if record is None else ():  # a sweep's trials
+            nested, files = directory.parent / name / directory.name, Storage(f"{storage.root}/{name}")
+            if (storage.local or read_run(files) is not None) and _has_records(nested, files, name):
+                parts.append((nested, files, Target(uri, settings["experiment"], name, files, target)))
+        for spool, files, part in parts:
+            try:
+                deliver(spool, part)
+            except Exception as error:
+                reason = target.reason(error)
+                raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {reason}") from None
+            if not files.local:
+                store_rest(files, None)
+    if not parts:
+        raise BadInput(f"{argv[0]} has no records: they are on the machine that the run was started on")
     print(f"delivered to {target.name}, run {target.run_id}")
     return 0
 

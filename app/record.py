@@ -45,9 +45,11 @@ def snapshot(spool: Spool, run_name: str) -> bytes:
     return json.dumps(header).encode() + b"\n" + b"".join(lines)
 
 
-def restore(spool: Spool, storage: Storage, run_name: str) -> None:
-    """Add to the spool what it lacks of the run's newest record in the storage; nothing is added twice."""
+def restore(spool: Spool, storage: Storage, run_name: str) -> bool:
+    """Add to the spool what it lacks of the run's newest record in the storage. Return False if there is none."""
+    found = False
     for header, lines in _newest(storage, run_name):
+        found = True
         missing = [line for line in spool.missing(lines) if _is_inside(json.loads(line).get("file", ""))]
         for name in set(map(_file, missing)) & header["files"].keys() - {BAD_SAMPLES}:
             path = spool.directory / name
@@ -59,6 +61,7 @@ def restore(spool: Spool, storage: Storage, run_name: str) -> None:
         passed = math.ceil(max(0.0, time.time() - header["time_ms"] / 1000) / SYSTEM_EVERY_S)
         floors = {key: step + passed * key.startswith(SYSTEM) for key, step in header["last_steps"].items()}
         spool.restore(missing, floors)
+    return found
 
 
 def store_rest(storage: Storage, content: bytes | None) -> None:
@@ -67,10 +70,6 @@ def store_rest(storage: Storage, content: bytes | None) -> None:
         storage.write(RECORD, content)
     elif RECORD in storage.names(""):
         storage.delete(RECORD)
-
-
-def has_record(storage: Storage, run_name: str) -> bool:
-    return next(_newest(storage, run_name), None) is not None
 
 
 def _newest(storage: Storage, run_name: str) -> Iterator[tuple[dict[str, Any], list[bytes]]]:

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from app.config import Config
 from app.deliver import Target, deliver
-from app.record import RECORD, has_record, restore, snapshot, store_rest
-from app.runs import checkpoint_name
+from app.deliver import main as deliver_by_hand
+from app.errors import BadInput
+from app.lock import held
+from app.record import RECORD, restore, snapshot, store_rest
+from app.runs import Run, checkpoint_name, write_run
 from app.spool import SPOOL, SYSTEM_EVERY_S, Spool, read_records
 from app.storage import Storage
 from app.tracking import Tracker
@@ -272,10 +276,49 @@ def test_what_is_left_at_the_end_is_stored_with_the_run_until_it_is_delivered(ma
     store_rest(first.storage, snapshot(first.spool, "r"))
     second = machine("b")
     assert [record["kind"] for record, _ in read_records(second.folder, 0)][-1] == "status"
-    assert has_record(second.storage, "r")
     for _ in range(2):
         store_rest(second.storage, None)
         assert second.storage.read(RECORD) is None
+
+
+def unreachable_run(tmp_path: Path) -> tuple[str, str]:
+    """Left in an object store by a machine that never reached MLflow. Its URI, and MLflow's."""
+    config = Config(run_name="r", output_dir=tmp_path.as_uri(), tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    write_run(Run(config, "killed"))
+    first = Machine("a", tmp_path)
+    first.train(0, 5)
+    first.save(5)
+    return first.storage.root, first._uri
+
+
+def delivered_steps(uri: str) -> list[list[int]]:
+    """Of train/loss, for each run that MLflow has."""
+    import mlflow
+
+    client = mlflow.MlflowClient(uri)
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return [[m.step for m in client.get_metric_history(run.info.run_id, "train/loss")] for run in runs]
+
+
+def test_what_another_machine_left_in_an_object_store_is_delivered_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.lock.RENEW_S", 0.01)
+    root, uri = unreachable_run(tmp_path)
+    store_rest(Storage(root), Storage(root).read(f"checkpoints/{checkpoint_name(5)}/{RECORD}"))
+    for machine_name in ("b", "b", "c"):
+        (tmp_path / machine_name).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / machine_name)
+        assert deliver_by_hand([root]) == 0
+        assert delivered_steps(uri) == [once(5)]
+        assert RECORD not in Storage(root).names("")
+
+
+def test_a_run_that_is_being_trained_is_not_delivered_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.lock.RENEW_S", 0.01)
+    root, _ = unreachable_run(tmp_path)
+    with held(Storage(root), "r"), pytest.raises(BadInput, match="--run-name r is being trained right now"):
+        deliver_by_hand([root])
 
 
 def test_only_a_run_in_an_object_store_has_a_record_in_its_checkpoints(tmp_path: Path) -> None:
