@@ -4,6 +4,7 @@ A checkpoint is a folder:
     model.safetensors   the weights that are evaluated, by the plain network's names (no 'module.')
     trainer.pt          optimizer state, and the trained weights where model.safetensors is their average
     state.json          position, best so far, config, classes, preprocessing, format version
+    record.jsonl        in an object store: what resuming the run's record takes (app/record.py)
     manifest.json       size and SHA-256 of the others, written last
 Nothing of it is unpickled: safetensors, JSON, and torch.load(weights_only=True).
 """
@@ -27,6 +28,7 @@ from app.config import Config
 from app.data.samples import DataInfo
 from app.errors import BadInput, TrainingFailed, Unavailable
 from app.metrics import Window
+from app.record import RECORD
 from app.retry import describe, is_transient, retry
 from app.runs import checkpoint_name, checkpoint_names, step_of
 from app.storage import Storage
@@ -137,11 +139,12 @@ class CheckpointWriter:
         storage: Storage,
         config: Config,
         info: DataInfo,
-        before_publish: Callable[[], None] = lambda: None,
+        before_publish: Callable[[], bytes | None] = lambda: None,
         saved: Callable[[int, float], None] = lambda step, seconds: None,
         warn: Callable[[str], None] = print,
         enabled: bool = True,
     ):
+        """before_publish: makes the run's record durable, and returns what the checkpoint is to have of it."""
         self._storage, self._config, self._info = storage, config, info
         self._before_publish, self._saved, self._warn, self._enabled = before_publish, saved, warn, enabled
         self._thread: threading.Thread | None = None
@@ -199,7 +202,8 @@ class CheckpointWriter:
                     raise ValueError(f"after step {step} {name} {trouble}")
             folder = self._storage.new_folder()
             retry(partial(write_folder, folder, weights, trainer, state), f"writing {folder}")
-            self._before_publish()
+            if (record := self._before_publish()) is not None:
+                retry(partial(put_record, folder, record), f"writing {folder}")
             self._storage.put_folder(folder, checkpoint_name(step), last=MANIFEST)
             self._prune(checkpoint_name(best_step))
             self._saved(step, time.perf_counter() - began)
@@ -234,10 +238,19 @@ def write_folder(folder: Path, weights: dict[str, torch.Tensor], trainer: Any, s
     save_file(weights, folder / MODEL)
     torch.save(trainer, folder / TRAINER)
     (folder / STATE).write_text(json.dumps(state, indent=1, allow_nan=False))
-    manifest = {}
-    for name in (MODEL, TRAINER, STATE):
-        manifest[name] = {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+    manifest = {name: _size_and_digest(folder / name) for name in (MODEL, TRAINER, STATE)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def put_record(folder: Path, record: bytes) -> None:
+    """Add the run's record to a checkpoint folder that is not published yet, or replace another run's."""
+    (folder / RECORD).write_bytes(record)
+    manifest = json.loads((folder / MANIFEST).read_text()) | {RECORD: _size_and_digest(folder / RECORD)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def _size_and_digest(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:
@@ -253,7 +266,7 @@ def problem_with(folder: Path) -> str | None:
     """
     try:
         manifest = json.loads(_readable(folder / MANIFEST, Path.read_bytes))
-        for name in (MODEL, TRAINER, STATE):
+        for name in (MODEL, TRAINER, STATE, *{RECORD}.intersection(manifest)):
             expected, path = manifest[name], folder / name
             if (size := _readable(path, Path.stat).st_size) != expected["size"]:
                 return f"{name} has {size} bytes instead of {expected['size']}"

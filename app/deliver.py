@@ -1,17 +1,26 @@
 """python -m app.deliver RUN_DIRECTORY    sends MLflow what a run could not deliver
 
+RUN_DIRECTORY is a path or, from any machine, the URI of a run in an object store.
+
 Used by a run's Tracker all the time, and by a person for what is left over.
 """
 
+import contextlib
 import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.spool import SENT, SPOOL, read_records, sent_offset
+from app.database import ensure_database
+from app.errors import BadInput
+from app.lock import held
+from app.record import restore, store_rest
+from app.runs import SWEEP, read_run, tracking_directory
+from app.spool import SPOOL, SYSTEM, Spool, last_go_back, note_sent, read_records, sent_offset
 from app.storage import Storage, credentials_in, without_credentials
 
 RUN = "mlflow.json"
@@ -19,10 +28,28 @@ PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1
 ANSWER_S = 3.0
 
 
+@dataclass
+class Known:
+    """The last step that MLflow has of each metric, counted from the last time before went_back_ms that training went
+    back to an earlier step."""
+
+    last_steps: dict[str, int]
+    went_back_ms: int
+
+    def has(self, key: str, step: int) -> bool:
+        return step <= self.last_steps.get(key, -1)
+
+    def go_back(self, time_ms: int) -> None:
+        """What is recorded from here on may have lower steps, and is not what MLflow has of these."""
+        if time_ms > self.went_back_ms:
+            self.last_steps = {key: step for key, step in self.last_steps.items() if key.startswith(SYSTEM)}
+
+
 class Target:
     """The MLflow run that records go to, nested in the parent's. Its id is kept with the run's files.
 
-    is_new: it was created since this was last set to False, because there was none.
+    is_new: it was created since this was last set to False, because there was none. known: what it had before the
+    first record was sent.
     """
 
     def __init__(self, uri: str, experiment: str, run_name: str, storage: Storage, parent: "Target | None" = None):
@@ -30,6 +57,7 @@ class Target:
         self._experiment, self._run_name, self._storage, self._parent = experiment, run_name, storage, parent
         self.run_id: str | None = None
         self.is_new = False
+        self.known: Known | None = None
         known = json.loads(storage.read(RUN) or b"{}")
         if known.get("tracking_uri") == self.name:
             self.run_id = known["run_id"]
@@ -51,6 +79,7 @@ class Target:
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         mlflow.set_tracking_uri(self.uri)
+        ensure_database(self.uri)
         client = mlflow.MlflowClient(self.uri)
         if self.run_id is not None and not self._checked and not _exists(client, self.run_id):
             self.run_id, self._noted = None, False  # deleted meanwhile, or the database was
@@ -149,26 +178,38 @@ def _exists(client: Any, run_id: str) -> bool:
 def deliver(directory: Path, target: Target, event: Callable[[str], None] = print) -> None:
     """Send all records that were not sent yet. Raises what MLflow raises when it cannot be reached.
 
-    A record that was sent but not noted as sent is sent again, with the same time and step, which
-    MLflow stores once. One that is refused is said and passed over: it must not block those behind it.
+    A record that was sent but not noted as sent is sent again, with the same time and step, which MLflow stores
+    once. Another machine may have computed and sent the same steps before it was lost: metrics that MLflow already
+    had when this process came to it are left out. A record that is refused is said and passed over: it must not
+    block those behind it.
     """
     client, run_id = target.connect()
     if target.is_new:
-        _note_sent(directory, 0)  # it gets every record there is
+        note_sent(directory, 0)  # it gets every record there is
         target.is_new = False
+    known = target.known = target.known or _known(client, run_id, directory)
     for records, position in _batches(directory, sent_offset(directory)):
         try:
-            _send(client, run_id, directory, records)
+            _send(client, run_id, directory, records, known)
         except Exception as error:  # MLflow's, or from drawing a picture, or torch.export's
             client.get_run(run_id)  # raises if it is the server that is not there: then all is tried again
             reason = target.reason(error)
             event(f"MLflow did not take a record of kind {records[0]['kind']}, kept in {directory / SPOOL}: {reason}")
-        _note_sent(directory, position)
+        note_sent(directory, position)
 
 
-def _note_sent(directory: Path, position: int) -> None:
-    (directory / (SENT + ".new")).write_text(json.dumps({"offset": position}))
-    os.replace(directory / (SENT + ".new"), directory / SENT)
+def _known(client: Any, run_id: str, directory: Path) -> Known:
+    line = last_go_back(directory)
+    went_back_ms = json.loads(line)["time_ms"] if line is not None else 0
+    last_steps = {}
+    for metric in client.get_run(run_id).data.to_proto().metrics:  # of each the one with the highest step
+        if metric.timestamp >= went_back_ms or metric.key.startswith(SYSTEM):
+            last_steps[metric.key] = metric.step
+        else:  # from before: there may be lower ones since
+            history = client.get_metric_history(run_id, metric.key)
+            steps = [each.step for each in history if each.timestamp >= went_back_ms]
+            last_steps |= {metric.key: max(steps)} if steps else {}
+    return Known(last_steps, went_back_ms)
 
 
 def _batches(directory: Path, offset: int) -> Iterator[tuple[list[dict[str, Any]], int]]:
@@ -191,13 +232,21 @@ def _batches(directory: Path, offset: int) -> Iterator[tuple[list[dict[str, Any]
         yield group, behind
 
 
-def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any]]) -> None:
+def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any]], known: Known) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
     record = records[0]
     if record["kind"] == "metrics":
-        values = [(key, value, each) for each in records for key, value in each["values"].items()]
-        client.log_batch(run_id, [Metric(key, value, each["time_ms"], each["step"]) for key, value, each in values])
+        metrics = [
+            Metric(key, value, each["time_ms"], each["step"])
+            for each in records
+            for key, value in each["values"].items()
+            if not known.has(key, each["step"])
+        ]
+        if metrics:
+            client.log_batch(run_id, metrics)
+    elif record["kind"] == "go_back":
+        known.go_back(record["time_ms"])
     elif record["kind"] == "run":
         client.update_run(run_id, status="RUNNING")
         known = client.get_run(run_id).data.params  # of the run's first start; they cannot change
@@ -208,9 +257,12 @@ def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any
     elif record["kind"] == "artifact":
         client.log_artifact(run_id, str(directory / record["file"]), os.path.dirname(record["file"]) or None)
     elif record["kind"] == "pictures":
-        from app.pictures import draw
+        from app.pictures import CURVES, draw
 
-        for picture in draw(directory, directory / record["file"]):
+        # MLflow's: the records of an earlier machine are not on this one's disk
+        histories = {key: client.get_metric_history(run_id, key) for key in CURVES}
+        curves = {key: sorted((each.step, each.value) for each in found) for key, found in histories.items()}
+        for picture in draw(directory, directory / record["file"], curves):
             client.log_artifact(run_id, str(picture), "pictures")
     elif record["kind"] == "model":
         from app.mlflow_model import log_model
@@ -221,14 +273,20 @@ def _send(client: Any, run_id: str, directory: Path, records: list[dict[str, Any
         client.set_terminated(run_id, status=record["status"], end_time=record["time_ms"])
 
 
-def main(argv: Sequence[str]) -> int:
-    from app.errors import BadInput
+def _has_records(directory: Path, storage: Storage, run_name: str) -> bool:
+    """Return True if there is a record of the run: on this machine, or in its object store, which is restored."""
+    if storage.local:
+        return (directory / SPOOL).is_file()
+    spool = Spool(directory)
+    found = restore(spool, storage, run_name)
+    spool.close()
+    return found or (directory / SPOOL).stat().st_size > 0
 
+
+def main(argv: Sequence[str]) -> int:
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
         print("usage: python -m app.deliver RUN_DIRECTORY\n\nDelivers the records of a run that MLflow lacks.")
         return 0 if argv and argv[0] in ("-h", "--help") else 2
-    from app.runs import SWEEP, read_run, tracking_directory
-
     storage = Storage(argv[0])
     record, sweep = read_run(storage), storage.read(SWEEP)
     if record is None and sweep is None:
@@ -239,19 +297,25 @@ def main(argv: Sequence[str]) -> int:
         raise BadInput(f"{argv[0]} was run with --tracking-uri none: there is nothing to deliver")
     if without_credentials(given := os.environ.get("MLFLOW_TRACKING_URI", "")) == uri:
         uri = given  # the same server, with the password that was not written down
-    directory = tracking_directory(storage.root)
-    target = Target(uri, settings["experiment"], settings["run_name"], storage)
-    parts = [(directory, target)]
-    for name in storage.names("") if record is None else ():  # a sweep's trials
-        if (nested := directory.parent / name / directory.name / SPOOL).is_file():
-            trial = Target(uri, settings["experiment"], name, Storage(f"{storage.root}/{name}"), target)
-            parts.append((nested.parent, trial))
-    try:
-        for spool, part in parts:
-            deliver(spool, part)
-    except Exception as error:
-        reason = target.reason(error)
-        raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {reason}") from None
+    directory, name = tracking_directory(storage.root), settings["run_name"]
+    target = Target(uri, settings["experiment"], name, storage)
+    # A command of this machine that trains the run would write the same file.
+    with contextlib.nullcontext() if storage.local else held(storage, name):
+        parts = [(directory, storage, target)] if _has_records(directory, storage, name) else []
+        for name in storage.names("") if record is None else ():  # a sweep's trials
+            nested, files = directory.parent / name / directory.name, Storage(f"{storage.root}/{name}")
+            if (storage.local or read_run(files) is not None) and _has_records(nested, files, name):
+                parts.append((nested, files, Target(uri, settings["experiment"], name, files, target)))
+        for spool, files, part in parts:
+            try:
+                deliver(spool, part)
+            except Exception as error:
+                reason = target.reason(error)
+                raise BadInput(f"MLflow at {target.name} cannot be reached; the records are kept: {reason}") from None
+            if not files.local:
+                store_rest(files, None)
+    if not parts:
+        raise BadInput(f"{argv[0]} has no records: they are on the machine that the run was started on")
     print(f"delivered to {target.name}, run {target.run_id}")
     return 0
 

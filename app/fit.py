@@ -17,12 +17,13 @@ from app.config import Config
 from app.config_file import to_yaml
 from app.data.datasets import check_data
 from app.deliver import Target, deliver, mlflow_environment
-from app.errors import BadInput, TrainingFailed
+from app.errors import BadInput, TrainingFailed, Unavailable
 from app.interrupt import Interrupt
 from app.lock import held
 from app.nodes import look_around
 from app.phases import NO_PHASES, Phases
 from app.progress import LOOK_EVERY_S, Display
+from app.record import snapshot, store_rest
 from app.runs import (
     LENGTH_DEPENDENT_SCHEDULES,
     Run,
@@ -147,13 +148,17 @@ def close_without_tracker(config: Config, tracking_uri: str | None) -> None:
     """Mark the run as failed where no Tracker is left to do it."""
     write_run(Run(config, "failed"))
     root = run_storage(config).root
-    directory = tracking_directory(root)
-    Spool(directory).append("status", status="FAILED")
+    storage, directory = run_storage(config), tracking_directory(root)
+    spool = Spool(directory)
+    spool.append("status", status="FAILED")
+    spool.sync()
     if tracking_uri is not None:
         try:
-            deliver(directory, Target(tracking_uri, config.experiment, str(config.run_name), run_storage(config)))
+            deliver(directory, Target(tracking_uri, config.experiment, str(config.run_name), storage))
         except Exception as error:  # whatever a server that is not ours does
             print(f"MLflow was not told ({type(error).__name__}); do it with: python -m app.deliver {root}")
+            if not storage.local:
+                store_rest(storage, snapshot(spool, str(config.run_name)))
 
 
 def start_tracker(config: Config, tracking_uri: str | None) -> Any:
@@ -195,22 +200,31 @@ def tags(config: Config, cluster: Cluster) -> dict[str, str]:
 
 
 def as_far_as_saved(config: Config, outcome: "Outcome") -> "Outcome":
-    """The outcome with what the newest good checkpoint tells."""
+    """Return the outcome with what the newest good checkpoint tells; as it is if there is none that can be read."""
     from app.checkpoint import find_good, load_checkpoint
 
     storage = checkpoint_storage(config)
-    name = find_good(storage, warn=print)
-    if name is None:
+
+    def ignore(_: str) -> None:
+        """The workers have said which checkpoints are damaged."""
+
+    try:
+        name = find_good(storage, ignore)
+        if name is None:
+            return outcome
+        position = load_checkpoint(storage, name).position
+        named = checkpoint_name(position.best.step)
+        best = find_good(storage, ignore, prefer=named) or name
+    except (BadInput, Unavailable):  # the outcome's own error says why the run ended
         return outcome
-    position = load_checkpoint(storage, name).position
-    best = find_good(storage, warn=print, prefer=checkpoint_name(position.best.step)) or name
     return replace(
         outcome,
         checkpoint=storage.uri(best),
         epoch=position.epoch,
         step=position.step,
         samples_seen=position.samples_seen,
-        metrics=position.best.metrics(),
+        # of another checkpoint than the best, which is lost, nobody can measure them here
+        metrics=position.best.metrics() if best == named else {},
     )
 
 
@@ -237,6 +251,9 @@ def wait_for_delivery(tracker: Any, root: str, display: Display, interrupt: Inte
         if interrupt.count > 1 or state.all_sent or now - began > DELIVERY_S or now - unreachable_since > UNREACHABLE_S:
             break
         time.sleep(LOOK_EVERY_S)
+    problem: Any = ray.get(tracker.store_rest.remote())
+    if problem is not None:
+        display.event(problem)
     if not state.all_sent:
         display.event(f"not everything is in MLflow yet; deliver it with: python -m app.deliver {root}")
     return state

@@ -3,6 +3,7 @@
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +12,36 @@ from app.traced import example_inputs, open_sizes, tracing
 from app.trained import load_trained
 
 CHAMPION = "champion"
+# The tag of a logged model that has its checkpoint's path.
+CHECKPOINT = "checkpoint"
 
 
 def log_model(run_id: str, path: str, register: str | None = None) -> None:
     """Log it with its signature; MLflow's load_model for PyTorch then gives a module from inputs to logits.
 
-    register: as a new version of the registered model of this name, which gets the alias champion.
+    register: as a new version of the registered model of this name, which gets the alias champion. What was logged
+    or registered before is not again.
+    """
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    model = _logged(client, run_id, path) or _log(run_id, path)
+    if register is not None:
+        versions = client.search_model_versions(f"run_id = '{run_id}'")
+        found = next((each for each in versions if (each.name, each.model_id) == (register, model.model_id)), None)
+        found = found or mlflow.register_model(model.model_uri, register)
+        client.set_registered_model_alias(register, CHAMPION, str(found.version))
+
+
+def _logged(client: Any, run_id: str, path: str) -> Any:
+    """The run's model of this checkpoint; None if there is none."""
+    outputs = client.get_run(run_id).outputs
+    models = (client.get_logged_model(each.model_id) for each in (outputs.model_outputs if outputs else ()))
+    return next((each for each in models if each.status == "READY" and each.tags.get(CHECKPOINT) == path), None)
+
+
+def _log(run_id: str, path: str) -> Any:
+    """Log a checkpoint as a model of the run.
 
     Stored as an exported program (pt2), which is read back without unpickling. Class names are in its
     metadata; the tokenizer of texts is its file extra_files/tokenizer.json.
@@ -44,16 +69,13 @@ def log_model(run_id: str, path: str, register: str | None = None) -> None:
             tokenizer.write_text(info.tokenizer, encoding="utf-8")
             files.append(str(tokenizer))
         with mlflow.start_run(run_id=run_id):
-            logged = log_pytorch_model(
+            return log_pytorch_model(
                 classifier,
                 name="model",
                 signature=signature,
                 input_example=example,
                 extra_files=files or None,
-                registered_model_name=register,
+                tags={CHECKPOINT: path},
                 pip_requirements=requirements,  # given, so that MLflow need not find them out by running the model
                 metadata={"class_names": list(info.class_names), "checkpoint": path},
             )
-    if register is not None:
-        number = str(logged.registered_model_version)
-        mlflow.MlflowClient().set_registered_model_alias(register, CHAMPION, number)

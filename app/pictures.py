@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from app.spool import read_records
+CURVES = [f"{split}/{quantity}" for quantity in ("loss", "accuracy") for split in ("train", "val")]
 
 
-def draw(directory: Path, arrays: Path) -> list[Path]:
+def draw(directory: Path, arrays: Path, curves: dict[str, list[tuple[int, float]]]) -> list[Path]:
     """Draw the run's pictures into the directory and return their files.
 
+    curves: steps and values of the metrics in CURVES, in order.
     arrays: an .npz of class_names (K,), confusion (K, K), split (a name), and for the worst mistakes
     targets (M,), predictions (M,), losses (M,), and where they can be shown images (M, C, H, W) uint8 or texts (M,).
     """
@@ -19,7 +20,7 @@ def draw(directory: Path, arrays: Path) -> list[Path]:
     matplotlib.use("Agg")
     data = np.load(arrays, allow_pickle=False)
     names, split = data["class_names"].tolist(), str(data["split"])
-    pictures = [_curves(directory), _confusion(directory, data["confusion"], names, split)]
+    pictures = [_curves(directory, curves), _confusion(directory, data["confusion"], names, split)]
     if len(data["targets"]) and "images" in data:
         pictures.append(_mistaken_images(directory, data, names, split))
     elif len(data["targets"]) and "texts" in data:
@@ -27,18 +28,13 @@ def draw(directory: Path, arrays: Path) -> list[Path]:
     return pictures
 
 
-def _curves(directory: Path) -> Path:
+def _curves(directory: Path, curves: dict[str, list[tuple[int, float]]]) -> Path:
     import matplotlib.pyplot as plt
 
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for record, _ in read_records(directory, 0):
-        if record["kind"] == "metrics":
-            for key, value in record["values"].items():
-                curves.setdefault(key, []).append((record["step"], value))
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for axis, quantity in zip(axes, ("loss", "accuracy"), strict=True):
         for key in (f"train/{quantity}", f"val/{quantity}"):
-            if key in curves:
+            if curves[key]:
                 axis.plot(*zip(*curves[key], strict=True), label=key, marker="." if key.startswith("val") else None)
         axis.set(xlabel="step", ylabel=quantity)
         axis.grid(alpha=0.3)

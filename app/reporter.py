@@ -19,11 +19,11 @@ from ray.util.metrics import Gauge
 from app.data.loader import Batch
 from app.data.sampling import Schedule
 from app.distributed import World
+from app.spool import SYSTEM, SYSTEM_EVERY_S
 from app.tracking import LIVE_EVERY_S, Live, Stop, Validation
 from app.watchdog import Watchdog
 
 STOP_POLL_S = 0.5
-SYSTEM_EVERY_S = 5.0
 # What Prometheus gets from Ray, with the run's name as a label: docs/observability.md has queries.
 GAUGES = {
     "perf/samples_per_s": ("evenkeel_samples_per_s", "Training samples in a second, over all workers."),
@@ -159,8 +159,12 @@ class Reporter:
             ray.get(self._tracker.pictures.remote(**arrays))
 
     def flush(self) -> None:
-        """Return when the Tracker has written down everything sent before."""
+        """Return when everything sent before is on the Tracker's disk."""
         ray.get(self._tracker.flush.remote())
+
+    def snapshot(self) -> bytes | None:
+        """As flush(), and return what a checkpoint keeps of the record (app/record.py); None on a disk."""
+        return ray.get(self._tracker.snapshot.remote())
 
     def fail(self, message: str, exit_code: int) -> None:
         """From any rank: starting the workers again would not help."""
@@ -196,6 +200,6 @@ class Reporter:
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 free, total = torch.cuda.mem_get_info()
                 values["gpu_memory_usage_percentage"] = 100 * (1 - free / total)
-            prefixed = {f"system/node_{self._node_rank}/{key}": value for key, value in values.items()}
+            prefixed = {f"{SYSTEM}node_{self._node_rank}/{key}": value for key, value in values.items()}
             with contextlib.suppress(Left):
                 self._tracker.system_metrics.remote(prefixed)

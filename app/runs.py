@@ -1,5 +1,6 @@
 """A run's name is its identity: start it, go on with it, or say that it is finished."""
 
+import hashlib
 import json
 import os
 import re
@@ -169,12 +170,14 @@ def step_of(checkpoint: str) -> int:
 
 
 def tracking_directory(run_root: str) -> Path:
-    """Where the spool lies: with the run's files, or below ./runs when these are in an object store."""
-    return (
-        Path(run_root) / "tracking"
-        if "://" not in run_root
-        else Path("runs", Path(run_root).name, "tracking").resolve()
-    )
+    """Where the spool lies: with the run's files, or below ./runs when these are in an object store.
+
+    The latter has a digest in its name, since runs of the same name may lie in several stores.
+    """
+    if "://" not in run_root:
+        return Path(run_root) / "tracking"
+    digest = hashlib.sha256(run_root.encode()).hexdigest()[:8]
+    return Path("runs", Path(run_root).name, f"tracking-{digest}").resolve()
 
 
 def read_run(storage: Storage) -> Run | None:
@@ -331,5 +334,5 @@ def forget_if_not_begun(config: Config) -> None:
     if not checkpoint_names(checkpoint_storage(config)) and not _has_trained(read_run(run_storage(config))):
         root = run_storage(config)
         shutil.rmtree(tracking_directory(root.root), ignore_errors=True)
-        for name in {"mlflow.json", TOKENIZER}.intersection(root.names("")):
+        for name in {"mlflow.json", "record.jsonl", TOKENIZER}.intersection(root.names("")):
             root.delete(name)

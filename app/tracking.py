@@ -7,23 +7,26 @@ seconds and up to 1 GB in each.
 """
 
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, TypedDict, TypeVar
 
 import numpy as np
 
 from app.deliver import Target, deliver
+from app.errors import BadInput, TrainingFailed
+from app.record import BAD_SAMPLES, restore, snapshot, store_rest
 from app.spool import SPOOL, Spool, read_records, sent_offset
 from app.storage import Storage
 
-BAD_SAMPLES = "bad_samples.txt"
+STATE = "tracker.json"
 # Seconds between batches, and between tries to reach a server.
 BATCH_S, RETRY_S = 1.0, 5.0
 # Seconds between what the terminal is told of a training.
@@ -33,6 +36,8 @@ LIVE_EVERY_S = 0.5
 BEHIND_TRAINING = 19
 # Kept for a terminal that does not look, of which a sweep's trials have none.
 MOST_EVENTS = 10_000
+# A Tracker that is restarted counts events and validations from a number above those of its earlier process.
+PER_START = 10**12
 # A sweep's Tracker delivers many runs: pictures and models are not made by two threads at once.
 ONE_AT_A_TIME = threading.Lock()
 
@@ -77,12 +82,44 @@ class Progress:
     hung: str | None = None
 
 
-class Unread(Generic[T]):
-    """What its reader has not seen yet, in order; with `most`, the newest of it. count: of all there ever were."""
+@dataclass
+class State:
+    """What a Tracker that is restarted has to know, since nobody repeats it: kept in a file.
 
-    def __init__(self, most: int | None = None):
+    starts: how often a Tracker was started on the folder. failure: message and exit code. unread: validations that
+    the driver may not have seen.
+    """
+
+    starts: int = 0
+    stop: Stop | None = None
+    failures: int = 0
+    failure: tuple[str, int] | None = None
+    hung: str | None = None
+    nodes: list[str] = field(default_factory=list)
+    unread: list[Validation] = field(default_factory=list)
+
+    def save(self, folder: Path) -> None:
+        beside = folder / f"{STATE}.new"
+        beside.write_text(json.dumps(asdict(self)))
+        os.replace(beside, folder / STATE)
+
+
+def load_state(folder: Path) -> State:
+    try:
+        return State(**json.loads((folder / STATE).read_text()))
+    except FileNotFoundError:
+        return State()
+    except ValueError:  # cut off by a power failure, which has ended the command that it was of
+        return State()
+
+
+class Unread(Generic[T]):
+    """What its reader has not seen yet, in order; with `most`, the newest of it. count: of all there ever were, and
+    before the first, a number above those of an earlier process."""
+
+    def __init__(self, most: int | None = None, count: int = 0):
         self._held: deque[T] = deque(maxlen=most)
-        self.count = 0
+        self.count = count
 
     def append(self, item: T) -> None:
         self._held.append(item)
@@ -100,8 +137,8 @@ class Tracker:
     """Records, live progress and the stop flag of one run; a zero-CPU actor beside the driver.
 
     Its methods are short and run one at a time, in the order of the caller: slow things are the
-    delivery thread's. tracking_uri None: everything but MLflow. environment: MLflow's, of the driver. parent: of a
-    nested run.
+    delivery thread's. One that is restarted on the same directory knows what the earlier one did.
+    tracking_uri None: everything but MLflow. environment: MLflow's, of the driver. parent: of a nested run.
     """
 
     def __init__(
@@ -115,19 +152,21 @@ class Tracker:
         parent: Target | None = None,
     ):
         os.environ.update(environment or {})
-        self._spool = Spool(Path(directory))
+        self._spool, self._storage, self._run_name = Spool(Path(directory)), Storage(storage_root), run_name
+        if not self._storage.local:
+            restore(self._spool, self._storage, run_name)
+        self._state = load_state(self._spool.directory)
         self._live: Live | None = None
-        self._nodes: set[str] = set()
-        self._events = Unread[str](most=MOST_EVENTS)
-        self._validations = Unread[Validation]()
-        self._failures = 0
-        self._stop: Stop | None = None
-        self._failure: tuple[str, int] | None = None
-        self._hung: str | None = None
+        self._events = Unread[str](most=MOST_EVENTS, count=self._state.starts * PER_START)
+        self._validations = Unread[Validation](count=self._state.starts * PER_START)
+        for validation in self._state.unread:
+            self._validations.append(validation)
         self._raised = False  # in this attempt
+        self._state.starts += 1
+        self._save()
         self.target, self._delivery = None, None
         if tracking_uri is not None:
-            self.target = Target(tracking_uri, experiment, run_name, Storage(storage_root), parent)
+            self.target = Target(tracking_uri, experiment, run_name, self._storage, parent)
             self._delivery = Delivery(self._spool.directory, self.target, self.event)
 
     # called by workers
@@ -143,13 +182,16 @@ class Tracker:
 
     def joined(self, node_id: str) -> None:
         """A node that a worker runs on."""
-        self._nodes.add(node_id)
+        if node_id not in self._state.nodes:
+            self._state.nodes.append(node_id)
+            self._save()
 
     def live(self, live: Live) -> None:
         self._live = live
 
     def validated(self, validation: Validation) -> None:
         self._validations.append(validation)
+        self._save()
 
     def event(self, text: str) -> None:
         """Something that a person should read once."""
@@ -172,15 +214,17 @@ class Tracker:
 
     def fail(self, message: str, exit_code: int) -> None:
         """Restarting will not help: the next start of the workers ends at once with this message."""
-        self._failure = self._failure or (message, exit_code)
+        self._state.failure = self._state.failure or (message, exit_code)
+        self._save()
 
     def failure(self) -> tuple[str, int] | None:
-        return self._failure
+        return None if (failure := self._state.failure) is None else (failure[0], failure[1])  # JSON has no tuples
 
     def hung(self, text: str, stacks: str, in_driver: bool = False) -> None:
         """A worker that makes no steps, with the stacks of its threads."""
         if in_driver:
-            self._hung = text
+            self._state.hung = text
+            self._save()
         self.event(f"{text}; the stacks are in {self._stacks(text, stacks)}")
 
     def raised(self, text: str, stack: str) -> None:
@@ -198,7 +242,7 @@ class Tracker:
         return path
 
     def stop_requested(self) -> Stop | None:
-        return self._stop
+        return self._state.stop
 
     def pictures(self, **arrays: np.ndarray) -> None:
         """What the final pictures are drawn from; see pictures.draw()."""
@@ -218,30 +262,40 @@ class Tracker:
         self._spool.go_back(step)
 
     def flush(self) -> None:
-        """Returns when every call made before it is in the spool."""
+        """Return when what every earlier call recorded is on the disk."""
+        self._spool.sync()
+
+    def snapshot(self) -> bytes | None:
+        """As flush(); return what a checkpoint in an object store keeps of the record (app/record.py), None on a
+        disk."""
+        self._spool.sync()
+        return None if self._storage.local else snapshot(self._spool, self._run_name)
 
     # called by Ray Train's controller
 
     def workers_lost(self, reason: str, counts: bool) -> None:
         """counts: as a failure, of which a run has --max-failures."""
-        self._live, self._nodes = None, set()
-        self._failures += counts
-        if self._failure is None:  # else it is known, and the workers were ended for it
+        self._live, self._state.nodes = None, []
+        self._state.failures += counts
+        self._save()
+        if self._state.failure is None:  # else it is known, and the workers were ended for it
             self.event(reason)
 
     # called by the driver
 
     def begin(self, params: dict[str, str], tags: dict[str, str], config_yaml: str) -> None:
         # A sweep begins a trial again in the same process, where it was stopped or died.
-        self._stop, self._failure, self._failures, self._validations = None, None, 0, Unread[Validation]()
+        self._validations, self._state = Unread[Validation](), State(starts=self._state.starts)
+        self._save()
         self._spool.append("run", params=params, tags=tags)
         self.artifact("config.yaml", config_yaml.encode())
 
     def start_attempt(self, num_workers: int, tell: bool) -> None:
         """Workers are about to be started, for the first time or again."""
-        self._live, self._nodes, self._raised = None, set(), False
-        if self._stop == "paused":
-            self._stop = None
+        self._live, self._state.nodes, self._raised = None, [], False
+        if self._state.stop == "paused":
+            self._state.stop = None
+        self._save()
         if tell:
             self.event(f"training on {num_workers} worker{'s' * (num_workers > 1)}")
         self.tags({"world_size": str(num_workers)})
@@ -260,26 +314,30 @@ class Tracker:
 
     def request_stop(self, how: Stop) -> None:
         """killed: the run is to end after a checkpoint; paused: to go on from it with new workers."""
-        if how == "killed" and self._stop != "killed":
+        if how == "killed" and self._state.stop != "killed":
             # At once, since who asked may not wait for the end; finish() has the last word.
             self._spool.append("status", status="KILLED")
             self._wake()
-        if self._stop != "killed":
-            self._stop = how
+        if self._state.stop not in (how, "killed"):
+            self._state.stop = how
+            self._save()
 
     def progress(self, events_seen: int, validations_seen: int = 0) -> Progress:
         """With what came after the first events_seen events and the first validations_seen validations, which
         are forgotten."""
+        validations = self._validations.after(validations_seen)
+        if len(validations) < len(self._state.unread):
+            self._save()
         return Progress(
             self._live,
             self._events.after(events_seen),
             self._events.count,
-            frozenset(self._nodes),
-            self._failures,
-            tuple(self._validations.after(validations_seen)),
+            frozenset(self._state.nodes),
+            self._state.failures,
+            tuple(validations),
             self._validations.count,
-            self._stop,
-            self._hung,
+            self._state.stop,
+            self._state.hung,
         )
 
     def finish(self, status: str, checkpoint: str | None) -> None:
@@ -299,11 +357,26 @@ class Tracker:
     def delivery_state(self) -> "DeliveryState":
         return self._delivery.state() if self._delivery is not None else DeliveryState(None, True, "")
 
+    def store_rest(self) -> str | None:
+        """Store what is not delivered yet with the run's files, where these are not on this machine's disk. Return
+        what is wrong if that cannot be done."""
+        if self._storage.local:
+            return None
+        try:
+            store_rest(self._storage, None if self.delivery_state().all_sent else self.snapshot())
+        except (OSError, BadInput, TrainingFailed) as error:
+            return f"what MLflow has not got is on this machine alone, in {self._spool.directory}: {error}"
+        return None
+
     def close(self) -> None:
         """To be called when all is delivered, and nothing more is to be recorded."""
         if self._delivery is not None:
             self._delivery.close()
         self._spool.close()
+
+    def _save(self) -> None:
+        self._state.unread = self._validations.after(0)
+        self._state.save(self._spool.directory)
 
     def _wake(self) -> None:
         if self._delivery is not None:

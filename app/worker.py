@@ -159,7 +159,7 @@ def run(
     status: Status = "finished"
     error, seen_before, train_seconds = None, position.samples_seen, 0.0
     latest: dict[str, float] = {}
-    told = (reporter.flush, reporter.saved, reporter.event)
+    told = (reporter.snapshot, reporter.saved, reporter.event)
     with CheckpointWriter(storage, config, splits.info, *told, enabled=world.rank == 0) as writer:
         writer.discard_after(position.step)
         if checkpoint is None:
@@ -224,12 +224,18 @@ def run(
 
     # at the end: test the best weights
     reporter.rest()
-    best_name = agreed_checkpoint(storage, reporter, device, prefer=checkpoint_name(position.best.step))
+    best_step_name = checkpoint_name(position.best.step)
+    best_name = agreed_checkpoint(storage, reporter, device, prefer=best_step_name)
     assert best_name is not None
-    metrics = position.best.metrics()
+    is_best = best_name == best_step_name  # else the best one is lost, and its metrics are not this one's
+    metrics = position.best.metrics() if is_best else {}
     if status == "finished":
         try:
-            metrics |= test(training, splits, load_checkpoint(storage, best_name, splits.info), reporter)
+            best = load_checkpoint(storage, best_name, splits.info)
+            if not is_best:
+                load_weights(training.network, best.model, best.path)
+                metrics |= measure(training.network, training, val_loader, splits, "val", reporter).metrics("val")
+            metrics |= test(training, splits, best, reporter)
             reporter.metrics(position.step, metrics)
         except FailedTogether as failure:
             status, error = "failed", str(failure)

@@ -285,7 +285,9 @@ def test_leftovers_of_a_killed_process_are_removed(config: Config) -> None:
 
 def test_a_run_in_an_object_store_keeps_its_spool_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert tracking_directory("s3://bucket/runs/r") == tmp_path / "runs" / "r" / "tracking"
+    found = tracking_directory("s3://bucket/runs/r")
+    assert found.parent == tmp_path / "runs" / "r"
+    assert found != tracking_directory("s3://another/runs/r")
     assert tracking_directory("/data/runs/r") == Path("/data/runs/r/tracking")
 
 

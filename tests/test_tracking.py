@@ -87,7 +87,7 @@ def test_a_run_that_goes_on_from_another_ones_checkpoint_records_what_differs(tm
     spool.append_metrics(30, {"val/loss": 0.4})
     spool.append_metrics(40, {"system/node_0/cpu": 2.0})
     spool.close()
-    values = [(record["step"], *record["values"].values()) for record, _ in read_records(tmp_path, 0)]
+    values = [(step, *values.values()) for step, values in metric_records(tmp_path)]
     assert values == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 1.0), (30, 0.4)]
     again = Spool(tmp_path)
     assert again.next_step("val/loss") == 31
@@ -104,7 +104,7 @@ def test_half_a_line_of_a_killed_process_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_half_a_line_is_cut_off_however_long_it_is_and_nothing_else(tmp_path: Path) -> None:
-    whole = '{"kind": "tags", "tags": {}}\n'
+    whole = '{"kind": "tags", "time_ms": 1, "tags": {}}\n'
     for torn in ("x" * 3 * BLOCK, "x" * (BLOCK - 1), "x", ""):
         for before in ("", whole, whole * (BLOCK // len(whole) + 1)):
             (tmp_path / "records.jsonl").write_text(before + torn)
@@ -314,6 +314,68 @@ def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
     tracker.begin({}, {}, "")
     assert (tracker.stop_requested(), tracker.failure()) == (None, None)
     assert tracker.progress(0).validations == ()
+
+
+def test_a_tracker_that_is_restarted_knows_what_nobody_repeats(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.begin({}, {}, "")
+    tracker.start_attempt(2, tell=False)
+    tracker.joined("node")
+    tracker.workers_lost("rank 1 died", counts=True)
+    tracker.workers_lost("its node was taken away", counts=False)
+    tracker.joined("another node")
+    tracker.fail("no data on rank 1", 2)
+    tracker.hung("rank 0 made no step", "", in_driver=True)
+    tracker.request_stop("paused")
+    again = new_tracker(tmp_path, None)
+    assert again.progress(0) == Progress(
+        None, [], again._events.count, frozenset({"another node"}), 1, (), again._validations.count, "paused",
+        "rank 0 made no step",
+    )  # fmt: skip
+    assert again.failure() == ("no data on rank 1", 2)
+    again.workers_lost("rank 1 died again", counts=True)
+    assert new_tracker(tmp_path, None).progress(0).failures == 2
+    # Another command counts from the beginning.
+    command = new_tracker(tmp_path, None)
+    command.begin({}, {}, "")
+    for each in (command, new_tracker(tmp_path, None)):
+        assert (each.progress(0).failures, each.failure(), each.stop_requested()) == (0, None, None)
+
+
+def test_what_the_driver_has_not_seen_outlives_a_restart_of_the_tracker(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    validations = [Validation(step=step, epochs=step / 10, metrics={"val/loss": 1.0}) for step in range(4)]
+    for validation in validations[:2]:
+        tracker.event("an event")
+        tracker.validated(validation)
+    seen = tracker.progress(0)
+    tracker.progress(seen.events_seen, seen.validations_seen)
+    tracker.validated(validations[2])
+    again = new_tracker(tmp_path, None)
+    again.event("since the restart")
+    again.validated(validations[3])
+    progress = again.progress(seen.events_seen, seen.validations_seen)
+    assert progress.events == ["since the restart"]
+    assert progress.validations == tuple(validations[2:])
+    assert again.progress(progress.events_seen, progress.validations_seen).validations == ()
+
+
+def test_a_state_that_a_power_failure_cut_off_is_that_of_an_earlier_command(tmp_path: Path) -> None:
+    new_tracker(tmp_path, None).fail("no data", 2)
+    (tmp_path / "tracking" / "tracker.json").write_text("")
+    assert new_tracker(tmp_path, None).failure() is None
+
+
+@pytest.mark.parametrize("call", [Tracker.flush, Tracker.snapshot])
+def test_the_record_is_on_the_disk_before_a_checkpoint_relies_on_it(
+    call: Callable[[Tracker], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.metrics(1, {"a": 1.0})
+    synced: list[int] = []
+    monkeypatch.setattr("app.spool.os.fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    call(tracker)
+    assert synced == [(tmp_path / "tracking" / "records.jsonl").stat().st_size]
 
 
 def test_the_driver_gets_everything_once_and_nothing_that_it_has_is_held(tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ class SweepTracker:
         errors = [state.error for state in states if state.error]
         return DeliveryState(states[0].run_id, all(state.all_sent for state in states), errors[0] if errors else "")
 
+    def store_rest(self) -> str | None:
+        """Of all of them; what is wrong with the first that cannot be stored."""
+        problems = [tracker.store_rest() for tracker in (self._parent, *self._trials.values())]
+        return next(filter(None, problems), None)
+
     def _of(self, run: str) -> Tracker:
         if run not in self._trials:
             self._close_finished()  # each has a thread and an open file

@@ -12,7 +12,7 @@ import ray
 import torch
 from ray import tune
 
-from app.checkpoint import MANIFEST, MODEL, find_good, problem_with
+from app.checkpoint import MANIFEST, MODEL, find_good, problem_with, put_record
 from app.cluster import Cluster
 from app.config import TEXT_DATASETS, Config
 from app.config_file import to_yaml
@@ -216,13 +216,16 @@ class SweepTrial(tune.Trainable):
             storage.delete_folder(name)
         copy = storage.new_folder()
         shutil.copytree(source, copy, dirs_exist_ok=True)
+        self._tracker.go_back.remote(step_of(name))
+        record: Any = ray.get(self._tracker.snapshot.remote())
+        if record is not None:
+            put_record(copy, record)  # in place of the donor's
         storage.put_folder(copy, name, last=MANIFEST)
         for other in own:
             if other != name:
                 storage.delete_folder(other)
         sha256 = json.loads((source / MANIFEST).read_text())[MODEL]["sha256"]
         self._exploited = {"donor": origin["number"], "step": step_of(origin["name"]), "sha256": sha256}
-        self._tracker.go_back.remote(step_of(name))
         told = f"goes on from {trial_name(origin['number'])} with {json.dumps(self._settings)}"
         self._tracker.tags.remote({f"exploited_at_step_{step_of(origin['name'])}": told})
 
