@@ -1,6 +1,8 @@
 """A trial by itself: its steps, and what is handed from one to another."""
 
+import errno
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +15,12 @@ from ray import tune
 
 from app.checkpoint import MODEL
 from app.cluster import Cluster
-from app.errors import TrainingFailed
+from app.config import Config
+from app.data.splits import Splits
+from app.errors import TrainingFailed, Unavailable
 from app.runs import resolved, tracking_directory
 from app.spool import read_records
+from tests.common import Failing
 from tests.integration.test_fit import config as tiny
 from tune.ledger import Trial
 from tune.tracker import SweepTracker
@@ -135,6 +140,35 @@ def test_what_a_population_had_recorded_and_not_told_is_told(task: Task, trial: 
     assert results[0]["validation"] == seen[1]
     assert [result["validation"]["step"] for result in results] == [12, 18, 18]
     assert results[-1]["outcome"]["status"] == "finished"
+
+
+@pytest.mark.usefixtures("short_retries")
+def test_a_checkpoint_that_cannot_be_read_at_the_moment_does_not_fail_the_trial(
+    task: Task, trial: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = trial(task, 0, lr=0.02)
+    seen = [first.step()["validation"] for _ in range(2)]
+    first.cleanup()
+    stale = itertools.repeat(OSError(errno.ESTALE, "Stale file handle"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", Failing(Path.read_bytes, stale, lambda path: path.name == "manifest.json"))
+        with pytest.raises(Unavailable, match="Stale file handle"):  # Ray Tune then starts the trial again
+            trial(task, 0, lr=0.02).step()
+    again = trial(task, 0, lr=0.02)
+    results = [again.step() for _ in range(4)]
+    assert [result["validation"] for result in results[:2]] == seen
+    assert results[-1]["outcome"]["status"] == "finished"
+
+
+def unreachable(config: Config) -> Splits:
+    raise ConnectionError("the data server did not answer")
+
+
+@pytest.mark.usefixtures("short_retries")
+def test_a_data_server_that_does_not_answer_does_not_fail_the_trial(task: Task, trial: Make) -> None:
+    task = replace(task, base=task.base | {"dataset": "tests.tune.test_trial:unreachable"})
+    with pytest.raises(Unavailable, match="the data server did not answer"):
+        trial(task, 0, lr=0.02).step()
 
 
 def test_settings_that_cannot_work_fail_that_trial(task: Task, trial: Make) -> None:
