@@ -176,7 +176,7 @@ def test_the_end_of_the_file_that_a_power_failure_took_is_not_delivered_twice(ma
     lines = (first.folder / SPOOL).read_bytes().splitlines(keepends=True)
     (first.folder / SPOOL).write_bytes(b"".join(lines[:10]))
     first.start()
-    first.train(10, 14)
+    first.train(10, 14, loss=0.12345)
     first.deliver()
     assert first.steps() == once(14)
 

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import ray
 from ray import tune
 
-from app.checkpoint import MODEL
+from app.checkpoint import MODEL, problem_with
 from app.cluster import Cluster
 from app.config import Config
 from app.data.splits import Splits
@@ -96,6 +97,24 @@ def test_a_clone_goes_on_with_the_donors_weights_and_its_own_settings(task: Task
     assert json.loads(Path(task.root, "trial-0001", "run.json").read_text())["config"]["lr"] == 1e-12
     # The donor is what it was.
     assert donor.step()["validation"]["step"] == 18
+
+
+def test_a_clone_in_an_object_store_has_a_record_of_its_own(task: Task, trial: Make, tmp_path: Path) -> None:
+    root = f"{tmp_path.as_uri()}/store/s"
+    tracker = ray.remote(SweepTracker).options(num_cpus=0).remote(f"{tmp_path}/tracking", root, None, "evenkeel", "s")  # type: ignore[attr-defined]  # ray's stubs
+    task = replace(task, root=root, tracker=tracker, mutates=True)
+    donor, clone = trial(task, 0, lr=0.02), trial(task, 1, lr=0.001)
+    donor.step()
+    clone.step()
+    donor.save_checkpoint(str(tmp_path / "handed"))
+    clone.reset_config({"number": 1, "lr": 1e-12})
+    clone.load_checkpoint(str(tmp_path / "handed"))
+    (name,) = os.listdir(tmp_path / "store" / "s" / "trial-0001" / "checkpoints")
+    folder = tmp_path / "store" / "s" / "trial-0001" / "checkpoints" / name
+    assert problem_with(folder) is None
+    header, *records = map(json.loads, (folder / "record.jsonl").read_text().splitlines())
+    assert (header["run"], header["last_steps"]["val/loss"]) == ("trial-0001", 6)
+    assert records[-1]["kind"] == "go_back"
 
 
 def test_a_damaged_checkpoint_is_not_handed_on(task: Task, trial: Make, tmp_path: Path) -> None:
