@@ -8,6 +8,7 @@ torch is imported where it is needed alone: workers start the sooner for each pr
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -43,8 +44,9 @@ CLUSTER_EVERY_S = 1.0
 # How long training in this process that nobody waits for any more may take to end: the process ends without it then
 # (interrupt.exit_with).
 LEAVE_S = 2.0
-# Ranks wait for each other's data to be fetched, without a step that the watchdog could miss.
-SET_UP_S = 4 * 3600
+# How long collectives wait, beyond --setup-timeout-s: a rank waits in one while another one fetches its data, which may
+# take hours. What hangs is ended long before, by its rank's watchdog.
+COLLECTIVE_S = 4 * 3600
 
 
 def train(
@@ -237,18 +239,21 @@ def in_workers(
             worker_runtime_env={} if cluster.use_gpu else {"env_vars": variables()},
         ),
     }
-    trainer = build_trainer(given, cluster.is_own, tell)
+    trainer = build_trainer(given, COLLECTIVE_S + math.ceil(config.setup_timeout_s), cluster.is_own, tell)
     return lambda: cast(Outcome, trainer.fit().return_value)
 
 
-def build_trainer(given: dict[str, Any], is_own: bool, tell: Callable[[str], None]) -> Any:
-    """Return Ray's TorchTrainer; on a local Ray own_ray's, which starts sooner, if it fits this version of Ray."""
+def build_trainer(given: dict[str, Any], timeout_s: int, is_own: bool, tell: Callable[[str], None]) -> Any:
+    """Return Ray's TorchTrainer; on a local Ray own_ray's, which starts sooner, if it fits this version of Ray.
+
+    timeout_s: of collectives.
+    """
     if is_own:
         try:
             from app.own_ray import LocalTrainer, check_internals
 
             check_internals()
-            return LocalTrainer(SET_UP_S, **given)
+            return LocalTrainer(timeout_s, **given)
         except ImportError as error:
             tell(f"Ray {ray.__version__} differs from the versions that are known ({error}): a start takes longer")
         environment = given["run_config"].worker_runtime_env
@@ -258,7 +263,7 @@ def build_trainer(given: dict[str, Any], is_own: bool, tell: Callable[[str], Non
 
     from app.worker import train_loop_per_worker
 
-    return TorchTrainer(train_loop_per_worker, torch_config=TorchConfig(timeout_s=SET_UP_S), **given)
+    return TorchTrainer(train_loop_per_worker, torch_config=TorchConfig(timeout_s=timeout_s), **given)
 
 
 class ClusterWatch:

@@ -71,8 +71,8 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
     phases: Phases = task.get("phases", NO_PHASES)
     phases("a worker begins")
     place = (current_world(), context.get_node_rank(), context.get_local_rank())
-    limits = (config.hang_timeout_s, task.get("left"))
-    with Reporter(task["tracker"], str(config.run_name), *place, *limits) as reporter:
+    limits, setup_timeout_s = (config.hang_timeout_s, task.get("left")), config.setup_timeout_s
+    with Reporter(task["tracker"], str(config.run_name), *place, *limits, setup_timeout_s=setup_timeout_s) as reporter:
         if failure := reporter.failure():  # of the workers before these, see below
             return Outcome("failed", error=failure[0], exit_code=failure[1])
         try:
@@ -161,7 +161,7 @@ def run(
             stop = partial(asked_to_stop, reporter, clock)
             steps = train(training, train_loader, stop, reporter.unreadable, position.bad_samples)
         phases("a worker has its model")
-        reporter.alive()
+        reporter.beat()
         try:
             for result in steps:
                 if not train_seconds:
@@ -271,7 +271,9 @@ def together(work: Callable[[], T], reporter: Reporter, device: torch.device) ->
         reporter.fail(plain_message(error), 2)
     except Exception:  # in the user's model or data set, say: it would fail again after a restart
         reporter.fail(f"setting up failed:\n{traceback.format_exc()}", 1)
-    if any_rank(result is None, device):
+    with reporter.waiting():
+        refused = any_rank(result is None, device)
+    if refused:
         failure = reporter.failure()
         assert failure is not None
         raise RefusedTogether(*failure)
@@ -281,7 +283,9 @@ def together(work: Callable[[], T], reporter: Reporter, device: torch.device) ->
 
 def agreed_checkpoint(storage: Storage, reporter: Reporter, prefer: str | None = None) -> str | None:
     """The name of the checkpoint `prefer`, or else of the newest one, that is good. Rank 0 decides for all."""
-    return from_rank_zero(find_good(storage, reporter.event, prefer) if reporter.is_rank_zero else None)
+    name = find_good(storage, reporter.event, prefer) if reporter.is_rank_zero else None
+    with reporter.waiting():
+        return from_rank_zero(name)
 
 
 def measure(

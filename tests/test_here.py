@@ -93,7 +93,7 @@ def test_training_that_nobody_waits_for_ends_when_it_reports(monkeypatch: pytest
     monkeypatch.setattr("app.reporter.ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n"))
     monkeypatch.setattr("app.reporter.ray.get", lambda _: None)
     left = threading.Event()
-    with Reporter(Tracker(), "r", World(), 0, 0, 600, left) as reporter:
+    with Reporter(Tracker(), "r", World(), 0, 0, 600, left, setup_timeout_s=600) as reporter:
         reporter.alive()
         reporter.flush()
         left.set()
@@ -109,5 +109,5 @@ def test_a_hang_ends_the_process_unless_that_is_the_commands(
     """A trial of a sweep has a process of its own, which Ray Tune starts again: train_here() is given no event."""
     given: list[bool] = []
     monkeypatch.setattr("app.reporter.Watchdog", lambda *_, ends_process: given.append(ends_process))
-    Reporter(Tracker(), "r", World(), 0, 0, 600, left)
+    Reporter(Tracker(), "r", World(), 0, 0, 600, left, setup_timeout_s=600)
     assert given == [left is None]

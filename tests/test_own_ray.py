@@ -129,7 +129,7 @@ def test_another_version_of_ray_starts_the_workers_by_its_public_trainer(
         monkeypatch.setitem(sys.modules, "app.own_ray", None)
     told: list[str] = []
     given = {"scaling_config": ScalingConfig(num_workers=2), "run_config": RunConfig(worker_runtime_env={})}
-    trainer = build_trainer(given, is_own=True, tell=told.append)
+    trainer = build_trainer(given, 7, is_own=True, tell=told.append)
     assert isinstance(trainer, TorchTrainer)
     environment = trainer.run_config.worker_runtime_env
     assert environment is not None

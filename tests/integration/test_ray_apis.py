@@ -29,17 +29,20 @@ pytestmark = [
 ]
 
 
-def twice(number: int) -> int:
+@ray.remote
+def double(number: int) -> int:
     return 2 * number
-
-
-double = ray.remote(twice)
 
 
 @ray.remote
 class Doubler:
     def double(self, number: int) -> int:
         return 2 * number
+
+
+def of_an_actor() -> int:
+    actor: Any = Doubler.remote()
+    return ray.get(actor.double.remote(2))
 
 
 def reported_checkpoint() -> str:
@@ -69,7 +72,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "experiment": lambda: ray.train.get_context().get_experiment_name(),
     "object": lambda: ray.get(ray.put(3)),
     "task": lambda: ray.get(double.remote(2)),
-    "actor": lambda: ray.get(Doubler.remote().double.remote(2)),
+    "actor": of_an_actor,
     "data": lambda: ray.data.from_items([{"x": 1}, {"x": 2}]).take(),
     "data map": lambda: ray.data.from_items([1, 2]).map(lambda row: {"x": 2 * row["item"]}).take(),
     "gauge": lambda: Gauge("mine").set(1.0),
