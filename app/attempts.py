@@ -7,6 +7,8 @@ checkpoint, with the same samples in the same steps. One worker on a Ray of this
 torch is imported where it is needed alone: workers start the sooner for each process that does without.
 """
 
+import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +23,12 @@ from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
 from app.cluster import Cluster
 from app.config import Config
+from app.distributed import loopback
 from app.failures import TellFailures, why
 from app.interrupt import TRAINING_HERE, Interrupt
 from app.memory import variables
 from app.nodes import look_here
 from app.outcome import Outcome
-from app.own_ray import TrainerOfThisMachine
 from app.places import Places, draining_nodes
 from app.progress import LOOK_EVERY_S, Display
 from app.tracking import LIVE_EVERY_S, Progress
@@ -34,13 +36,17 @@ from app.tracking import LIVE_EVERY_S, Progress
 if TYPE_CHECKING:
     from app.clock import Span
 
+with contextlib.suppress(ImportError):  # raised again in build_trainer(), which does without
+    import app.own_ray  # noqa: F401  # imported early, while Ray starts
+
 # How often the cluster is asked for nodes that are to go, and for more places.
 CLUSTER_EVERY_S = 1.0
 # How long training in this process that nobody waits for any more may take to end: the process ends without it then
 # (interrupt.exit_with).
 LEAVE_S = 2.0
-# Ranks wait for each other's data to be fetched, without a step that the watchdog could miss.
-SET_UP_S = 4 * 3600
+# How long collectives wait, beyond --setup-timeout-s: a rank waits in one while another one fetches its data, which may
+# take hours. What hangs is ended long before, by its rank's watchdog.
+COLLECTIVE_S = 4 * 3600
 
 
 def train(
@@ -153,7 +159,7 @@ def attempt(
         run = partial(attempt_here, task | {"left": left})
     else:
         task["here"] = None if cluster.is_own else look_here(config)
-        run = in_workers(task, config, cluster, num_workers, budget)
+        run = in_workers(task, config, cluster, num_workers, budget, screen.event)
     training: Future[Outcome] = Future()
 
     def work() -> None:
@@ -207,7 +213,12 @@ def is_here(config: Config, cluster: Cluster) -> bool:
 
 
 def in_workers(
-    task: dict[str, Any], config: Config, cluster: Cluster, num_workers: int, budget: FailureConfig
+    task: dict[str, Any],
+    config: Config,
+    cluster: Cluster,
+    num_workers: int,
+    budget: FailureConfig,
+    tell: Callable[[str], None],
 ) -> Callable[[], Outcome]:
     """Training in processes that Ray starts."""
     given: dict[str, Any] = {
@@ -228,15 +239,31 @@ def in_workers(
             worker_runtime_env={} if cluster.use_gpu else {"env_vars": variables()},
         ),
     }
-    if cluster.is_own:
-        trainer = TrainerOfThisMachine(SET_UP_S, **given)
-    else:
-        from ray.train.torch import TorchConfig, TorchTrainer
-
-        from app.worker import train_loop_per_worker
-
-        trainer = TorchTrainer(train_loop_per_worker, torch_config=TorchConfig(timeout_s=SET_UP_S), **given)
+    trainer = build_trainer(given, COLLECTIVE_S + math.ceil(config.setup_timeout_s), cluster.is_own, tell)
     return lambda: cast(Outcome, trainer.fit().return_value)
+
+
+def build_trainer(given: dict[str, Any], timeout_s: int, is_own: bool, tell: Callable[[str], None]) -> Any:
+    """Return Ray's TorchTrainer; on a local Ray own_ray's, which starts sooner, if it fits this version of Ray.
+
+    timeout_s: of collectives.
+    """
+    if is_own:
+        try:
+            from app.own_ray import LocalTrainer, check_internals
+
+            check_internals()
+            return LocalTrainer(timeout_s, **given)
+        except ImportError as error:
+            tell(f"Ray {ray.__version__} differs from the versions that are known ({error}): a start takes longer")
+        environment = given["run_config"].worker_runtime_env
+        interfaces = {"GLOO_SOCKET_IFNAME": loopback(), "NCCL_SOCKET_IFNAME": loopback()}
+        environment["env_vars"] = environment.get("env_vars", {}) | interfaces
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from app.worker import train_loop_per_worker
+
+    return TorchTrainer(train_loop_per_worker, torch_config=TorchConfig(timeout_s=timeout_s), **given)
 
 
 class ClusterWatch:

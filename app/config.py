@@ -122,6 +122,16 @@ class Config(BaseModel):
         le=1e6,
     )
 
+    setup_timeout_s: float = setting(
+        1800.0,
+        "cluster",
+        "Seconds without progress before the first step after which workers are ended and started anew. Progress: "
+        "writing files, as a download does; data that takes longer to compute needs more.",
+        effect="free",
+        ge=1,
+        le=1e6,
+    )
+
     dataset: str = setting("digits", "data", f"{', '.join(DATASETS)}, or package.module:callable for your own.")
     data_dir: str | None = setting(
         None,

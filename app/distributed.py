@@ -3,6 +3,7 @@
 Everything here also works in a process without a process group, which is then rank 0 of 1.
 """
 
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,12 @@ def current_world() -> World:
     if not dist.is_initialized():
         return World()
     return World(dist.get_rank(), dist.get_world_size())
+
+
+def loopback() -> str:
+    """Return the name of the loopback interface, for gloo and NCCL to listen on."""
+    [name] = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]  # of Linux, of macOS
+    return name
 
 
 # What a random number is for: keeps the streams of one seed apart.

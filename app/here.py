@@ -11,23 +11,25 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from ray.train import ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.exceptions import WorkerGroupError
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs
 
+from app.distributed import loopback
 from app.failures import why
 from app.outcome import Outcome
-from app.own_ray import loopback
 from app.worker import train_loop_per_worker
 
 
 def train_here(task: dict[str, Any]) -> Outcome:
     """Training in this process, by Ray Train's local mode: on this process's device."""
+    config = task["config"]
     trainer = TorchTrainer(
         train_loop_per_worker,
         train_loop_config=task,
         scaling_config=ScalingConfig(num_workers=0),
+        run_config=RunConfig(name=config["run_name"], storage_path=config["output_dir"]),  # for the user's own code
     )
     return cast(Outcome, trainer.fit().return_value)
 

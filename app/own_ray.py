@@ -1,33 +1,50 @@
-"""For a Ray of one machine, which ends with the run: what Ray Train does differently there.
+"""Start Ray Train's workers on a local Ray, which ends with the run, sooner than TorchTrainer does.
 
-The workers meet on loopback, where nobody else can reach them. Ray does by itself there. gloo and NCCL listen on the
+The one module that builds on Ray's internals. Nothing in Ray is changed: its classes are extended, where Ray itself
+selects them by an attribute or an argument. check_internals() finds out whether this version of Ray still has what is
+extended; attempts.build_trainer() uses TorchTrainer where it has not.
+
+The workers meet on loopback, where nobody else can reach them. Ray does so by itself there. gloo and NCCL listen on the
 address that the machine's name stands for, unless they are given an interface; and torch's store, by which the workers
 find each other, on all, unless it is given a socket.
 
-Nor does anything start that a cluster alone has use for: each actor is a process that takes seconds of the cores which
-the workers start on. Ray Train's controller, which sets this up, is one too: torch, and Ray's TorchTrainer with it, is
-imported in the workers alone.
+Each actor is a process that takes seconds of the cores which the workers start on. Those that only a cluster has a use
+for are not started, and the one behind ray.train.report() and ray.train.collective is started at its first use. Ray
+Train's controller, which sets this up, is an actor too: torch, and Ray's TorchTrainer with it, is imported in the
+workers alone.
 """
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train import ScalingConfig
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-from ray.train.v2._internal.execution.worker_group import state, worker_group
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.util import TrainingFramework
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from app.distributed import loopback
 
 HOST = "127.0.0.1"
 LEAVE_S = 30.0
 # Callbacks of Ray Train's own, by their names, and what each starts an actor for: Ray Data's shards, of which there are
 # none, and a placement group that outlives its controller, where all ends with the command.
 NEEDLESS = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
+CALLED_IN_WORKERS = (
+    "TorchConfigContextManager",
+    "_set_torch_distributed_env_vars",
+    "_setup_torch_process_group",
+    "_shutdown_torch",
+)
 _stores: list[Any] = []  # a store ends with the object
 
 
@@ -95,12 +112,6 @@ def join(host: str, port: int, world_size: int, backend: str, timeout_s: int) ->
     _setup_torch_process_group(backend, int(os.environ["RANK"]), world_size, "env://", timeout_s)
 
 
-def loopback() -> str:
-    """The interface's name."""
-    [name] = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]  # of Linux, of macOS
-    return name
-
-
 def leave(destroy_process_group: bool) -> None:
     """In each worker."""
     from ray.train.torch.config import _shutdown_torch
@@ -108,34 +119,73 @@ def leave(destroy_process_group: bool) -> None:
     _shutdown_torch(destroy_process_group)
 
 
-class NoMeeting:
-    """In the place of Ray Train's SynchronizationActor, where the workers meet in ray.train.report() and its
-    collectives. Ours have torch.distributed's."""
+class OnFirstUse:
+    """Handle of an actor that the controller starts when one of its methods is first asked for, in any worker."""
 
-    @classmethod
-    def options(cls, **_: Any) -> type["NoMeeting"]:
-        return cls
+    def __init__(self, actor: Any, controller: Any):
+        self._actor, self._controller, self._is_asked_for = actor, controller, False
 
-    @classmethod
-    def remote(cls, **_: Any) -> type["NoMeeting"]:
-        return cls
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pickle asks for some before there is an actor
+            raise AttributeError(name)
+        if not self._is_asked_for:
+            self._controller.start_synchronization.remote()
+            self._is_asked_for = True
+        return getattr(self._actor, name)
 
 
-class OfThisMachine(FixedScalingPolicy):
-    """In the place of Ray's, which tells Ray Data and the cluster's autoscaler of the workers through an actor."""
+class LocalWorkerGroup(WorkerGroup):
+    """Workers whose SynchronizationActor is started at its first use.
+
+    Ray starts an actor's process when the arguments of its constructor are there. One of these, its timeout, is a
+    value that the controller gives out once the actor is needed. Calls that are made before wait for it.
+    """
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        controller: Any = ray.get_runtime_context().current_actor
+        # Where a version of Ray does not read this attribute the actor is started at once, and works the same.
+        self._collective_timeout_s = controller.when_synchronization_starts.remote(self._collective_timeout_s)
+
+    def _init_train_context_on_workers(self, workers: Any, sync_actor: Any, *args: Any, **named: Any) -> None:
+        on_first_use: Any = OnFirstUse(sync_actor, ray.get_runtime_context().current_actor)
+        super()._init_train_context_on_workers(workers, on_first_use, *args, **named)
+
+
+class LocalController(TrainController):
+    worker_group_cls = LocalWorkerGroup
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        self._synchronization_starts = asyncio.Event()
+
+    async def start_synchronization(self) -> None:
+        self._synchronization_starts.set()
+
+    async def when_synchronization_starts(self, value: Any) -> Any:
+        """Return the value once the workers need their SynchronizationActor."""
+        await self._synchronization_starts.wait()
+        return value
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:  # an actor's process ends when all its methods have returned
+            self._synchronization_starts.set()
+
+
+class LocalScalingPolicy(FixedScalingPolicy):
+    """A number of workers, without the actor by which Ray asks Ray Data and a cluster's autoscaler for room."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """In the controller's process, before it starts workers."""
-        worker_group.SynchronizationActor = NoMeeting  # type: ignore[assignment]  # which it is not
-        state._shutdown_sync_actor = lambda _: None
+        pass
 
     def _maybe_send_resource_request(self) -> None:
         pass
 
 
-class TrainerOfThisMachine(DataParallelTrainer):
-    """In the place of TorchTrainer. It takes part in what Ray's trainers do inside: a Ray that does it in another way
-    starts a few needless actors again, which a test would see."""
+class LocalTrainer(DataParallelTrainer):
+    """TorchTrainer for a local Ray. timeout_s: of torch's collectives."""
 
     def __init__(self, timeout_s: int, *, scaling_config: ScalingConfig, **given: Any):
         backend = OnLoopback(timeout_s, "nccl" if scaling_config.use_gpu else "gloo")
@@ -145,7 +195,29 @@ class TrainerOfThisMachine(DataParallelTrainer):
         return [each for each in super()._create_default_callbacks() if type(each).__name__ not in NEEDLESS]
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
-        return super()._initialize_and_run_controller(**given | {"scaling_policy": OfThisMachine(self.scaling_config)})
+        given["scaling_policy"] = LocalScalingPolicy(self.scaling_config)
+        # Ray's controller waits for its workers in its event loop, and would be warned of it.
+        variables = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"} | get_env_vars_to_propagate()
+        start = ray.remote(num_cpus=0, runtime_env={"env_vars": variables})(LocalController)
+        controller: Any = start.remote(**given)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())
+
+
+def check_internals() -> None:
+    """Raise ImportError if this version of Ray lacks something that the classes above extend or call."""
+    extended = {
+        TrainController: ("worker_group_cls", "run", "get_result"),
+        WorkerGroup: ("_init_train_context_on_workers",),
+        DataParallelTrainer: ("_create_default_callbacks", "_initialize_and_run_controller"),
+        FixedScalingPolicy: ("after_controller_start", "_maybe_send_resource_request"),
+    }
+    missing = [f"{cls.__name__}.{name}" for cls, names in extended.items() for name in names if not hasattr(cls, name)]
+    # What the workers call is in a module that imports torch, which this process does without.
+    source = (Path(ray.__file__).parent / "train" / "torch" / "config.py").read_text()
+    missing += [name for name in CALLED_IN_WORKERS if f"def {name}(" not in source and f"class {name}" not in source]
+    if missing:
+        raise ImportError(f"it has no {', '.join(missing)}")
 
 
 def train_loop(task: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ import psutil
 import ray
 from ray.util.metrics import Gauge
 
+from app.data.cache import progress
 from app.data.loader import Batch
 from app.data.sampling import Schedule
 from app.distributed import World
@@ -50,6 +52,8 @@ class Reporter:
         local_rank: int,
         hang_timeout_s: float,
         left: threading.Event | None = None,
+        *,
+        setup_timeout_s: float,
     ):
         """left: in the driver's process, which sets it when it no longer waits for the training."""
         self._left, self._actor = left, tracker
@@ -58,13 +62,16 @@ class Reporter:
         self._gauges = {
             key: Gauge(*GAUGES[key], tag_keys=("run",)).set_default_tags({"run": run_name}) for key in GAUGES
         }
-        self._watchdog = Watchdog(hang_timeout_s, f"rank {world.rank}", self._hung, ends_process=left is None)
+        timeouts = (setup_timeout_s, hang_timeout_s)
+        self._watchdog = Watchdog(*timeouts, f"rank {world.rank}", self._hung, ends_process=left is None)
         self._live_at = 0.0
         self._metrics: dict[str, float] = {}
         self.stop: Stop | None = None  # on rank 0; the loop tells the others
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
+        self._watchdog.start()
+        progress.set(self._watchdog.beat)  # in this thread's context, which ends with the training
         if self.is_rank_zero:
             threading.Thread(target=self._poll_stop, name="stop-poll", daemon=True).start()
         self._tracker.joined.remote(ray.get_runtime_context().get_node_id())
@@ -87,10 +94,17 @@ class Reporter:
             raise Left
 
     def alive(self) -> None:
-        """The training goes on: to be called more often than every hang_timeout_s, from the first step on. Raises
-        Left."""
+        """Record a step: to be called more often than every hang_timeout_s, from the first step on. Raises Left."""
         self._refuse_left()
-        self._watchdog.alive()
+        self._watchdog.step()
+
+    def beat(self) -> None:
+        """Record a sign of life of the setup."""
+        self._watchdog.beat()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Expect nothing within: this rank waits for others, which may take longer to get there."""
+        return self._watchdog.resting()
 
     def rest(self) -> None:
         """Until alive() is called again, nothing is to be expected."""

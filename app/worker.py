@@ -75,8 +75,8 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
     phases: Phases = task.get("phases", NO_PHASES)
     phases("a worker begins")
     place = (current_world(), context.get_node_rank(), context.get_local_rank())
-    limits = (config.hang_timeout_s, task.get("left"))
-    with Reporter(task["tracker"], str(config.run_name), *place, *limits) as reporter:
+    limits, setup_timeout_s = (config.hang_timeout_s, task.get("left")), config.setup_timeout_s
+    with Reporter(task["tracker"], str(config.run_name), *place, *limits, setup_timeout_s=setup_timeout_s) as reporter:
         if failure := reporter.failure():  # of the workers before these, see below
             return Outcome("failed", error=failure[0], exit_code=failure[1])
         try:
@@ -169,7 +169,7 @@ def run(
             stop = partial(asked_to_stop, reporter, clock)
             steps = train(training, train_loader, stop, reporter.unreadable, position.bad_samples)
         phases("a worker has its model")
-        reporter.alive()
+        reporter.beat()
         try:
             for result in steps:
                 if not train_seconds:
@@ -293,7 +293,9 @@ def together(work: Callable[[], T], reporter: Reporter, device: torch.device) ->
             reporter.fail(plain_message(error), 2)
         else:  # in the user's model or data set, say
             reporter.fail(f"setting up failed:\n{traceback.format_exc()}", 1)
-    if any_rank(result is None, device):
+    with reporter.waiting():
+        failed = any_rank(result is None, device)
+    if failed:
         unavailable = gather_texts(unavailable)
         if failure := reporter.failure():
             raise RefusedTogether(*failure)

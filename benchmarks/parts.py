@@ -175,7 +175,7 @@ def tracking(data: Path, rounds: int) -> Iterator[Row]:
     training, steps = build(config, load_splits(config))
     with tempfile.TemporaryDirectory() as folder:
         tracker = Elsewhere(folder)
-        reporter, window = Reporter(tracker, "r", WORLD, 0, 0, 600), Window()
+        reporter, window = Reporter(tracker, "r", WORLD, 0, 0, 600, setup_timeout_s=600), Window()
 
         def tracked() -> int:
             nonlocal window

@@ -122,7 +122,7 @@ def step_ms(settings: dict[str, Any], slow: str | None = None, on_rank: int | No
         write_run(Run(config, "running"))
         if slow is not None and on_rank in (None, world.rank):
             stack.enter_context(PATCHES[slow]())
-        reporter = Reporter(NoTracker(), "r", world, 0, 0, hang_timeout_s=600)
+        reporter = Reporter(NoTracker(), "r", world, 0, 0, hang_timeout_s=600, setup_timeout_s=600)
         try:
             outcome = worker.run(config, reporter, span=SPAN)
         finally:

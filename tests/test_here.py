@@ -18,6 +18,7 @@ from app.outcome import Outcome
 from app.reporter import Left, Reporter
 
 FINISHED = Outcome("finished")
+TASK = {"config": {"run_name": "r", "output_dir": "runs"}}
 
 
 class Tracker:
@@ -33,8 +34,8 @@ class Tracker:
 def trainer_of(loop: Any) -> Any:
     """In the place of TorchTrainer, whose workers run the loop."""
 
-    def trainer(_: Any, train_loop_config: dict[str, Any], scaling_config: Any) -> SimpleNamespace:
-        assert scaling_config.num_workers == 0
+    def trainer(_: Any, train_loop_config: dict[str, Any], scaling_config: Any, run_config: Any) -> SimpleNamespace:
+        assert (scaling_config.num_workers, run_config.name) == (0, "r")
         return SimpleNamespace(fit=lambda: SimpleNamespace(return_value=loop(train_loop_config)))
 
     return trainer
@@ -52,7 +53,7 @@ def test_the_network_is_in_a_process_group_and_the_caller_afterwards_as_before(
 
     before, state = torch.get_num_threads(), torch.random.get_rng_state()
     monkeypatch.setattr(here, "TorchTrainer", trainer_of(loop))
-    assert attempt_here({}) == FINISHED
+    assert attempt_here(TASK) == FINISHED
     assert not dist.is_initialized()
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (before, False)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -79,7 +80,7 @@ def test_a_failure_is_told_and_leaves_nothing_of_the_training(
     gc.disable()  # nor does it take long
     try:
         with pytest.raises(WorkerGroupError) as failed:
-            attempt_here({"tracker": tracker, "left": left})
+            attempt_here(TASK | {"tracker": tracker, "left": left})
         assert networks[0]() is None
     finally:
         gc.enable()
@@ -92,7 +93,7 @@ def test_training_that_nobody_waits_for_ends_when_it_reports(monkeypatch: pytest
     monkeypatch.setattr("app.reporter.ray.get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "n"))
     monkeypatch.setattr("app.reporter.ray.get", lambda _: None)
     left = threading.Event()
-    with Reporter(Tracker(), "r", World(), 0, 0, 600, left) as reporter:
+    with Reporter(Tracker(), "r", World(), 0, 0, 600, left, setup_timeout_s=600) as reporter:
         reporter.alive()
         reporter.flush()
         left.set()
@@ -108,5 +109,5 @@ def test_a_hang_ends_the_process_unless_that_is_the_commands(
     """A trial of a sweep has a process of its own, which Ray Tune starts again: train_here() is given no event."""
     given: list[bool] = []
     monkeypatch.setattr("app.reporter.Watchdog", lambda *_, ends_process: given.append(ends_process))
-    Reporter(Tracker(), "r", World(), 0, 0, 600, left)
+    Reporter(Tracker(), "r", World(), 0, 0, 600, left, setup_timeout_s=600)
     assert given == [left is None]

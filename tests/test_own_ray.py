@@ -1,21 +1,31 @@
 """A Ray of one machine: what tells gloo, NCCL and torch's store to stay on loopback, and what is not started there."""
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
-from ray.actor import ActorClass
-from ray.train import ScalingConfig
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy, NoopDecision
-from ray.train.v2._internal.execution.worker_group import state, worker_group
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from app.own_ray import NEEDLESS, LoopbackBackend, NoMeeting, OnLoopback, TrainerOfThisMachine
+from app.attempts import build_trainer
+from app.own_ray import (
+    NEEDLESS,
+    LocalScalingPolicy,
+    LocalTrainer,
+    LoopbackBackend,
+    OnFirstUse,
+    OnLoopback,
+    check_internals,
+)
 
 
 class Group:
@@ -64,29 +74,65 @@ def test_the_command_and_rays_controller_start_workers_without_importing_torch()
 
 
 @pytest.mark.filterwarnings("ignore")  # ray's own
-def test_what_a_cluster_alone_has_use_for_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actors of Ray Train's. That it still has them, under these names, is why this is here."""
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(DataParallelTrainer, "_initialize_and_run_controller", lambda _, **kept: given.update(kept))
-    trainer = TrainerOfThisMachine(7, scaling_config=ScalingConfig(num_workers=2))
+def test_what_only_a_cluster_has_a_use_for_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Train's actors. The test also finds out whether Ray still has them, under these names."""
+    trainer = LocalTrainer(7, scaling_config=ScalingConfig(num_workers=2))
     assert trainer.backend_config == OnLoopback(7, "gloo")
     theirs = {type(each).__name__ for each in DataParallelTrainer._create_default_callbacks(trainer)}
     assert theirs >= NEEDLESS
     assert {type(each).__name__ for each in trainer._create_default_callbacks()} == theirs - NEEDLESS
-    trainer._initialize_and_run_controller(scaling_policy=FixedScalingPolicy(trainer.scaling_config), kept=True)
-    policy = given["scaling_policy"]
-    assert given["kept"]
+    policy = LocalScalingPolicy(trainer.scaling_config)
     monkeypatch.setattr(ray, "remote", None)  # by which it would start one
-    for module, name in ((worker_group, "SynchronizationActor"), (state, "_shutdown_sync_actor")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # and back again at the end
-    assert isinstance(vars(worker_group)["SynchronizationActor"], ActorClass)
     policy.after_controller_start(None)
-    assert vars(worker_group)["SynchronizationActor"] is NoMeeting
-    meeting = vars(worker_group)["SynchronizationActor"].options(label_selector={}).remote(timeout_s=1)
-    builder = state.WorkerGroupStateBuilder()
-    builder.with_sync_actor(meeting)
-    builder.shutdown()  # which would end an actor
     decision = policy.make_decision_for_non_running_worker_group()
+    assert isinstance(decision, ResizeDecision)
     assert (decision.num_workers, decision.resources_per_worker) == (2, {"CPU": 1})
-    assert isinstance(policy.make_decision_for_running_worker_group(None, None), NoopDecision)
+    assert isinstance(policy.make_decision_for_running_worker_group(None, None), NoopDecision)  # type: ignore[arg-type]  # it reads neither
     assert policy._coordinator_client is None
+
+
+class Actor:
+    """Stands for an actor's handle; knows the calls of its methods."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda: self.called.append(name))
+
+
+def test_an_actor_is_asked_for_once_and_not_before_it_is_used() -> None:
+    actor, controller = Actor(), Actor()
+    handle = OnFirstUse(actor, controller)
+    pickle.dumps(OnFirstUse(None, None))  # it is sent to the workers
+    assert controller.called == []
+    handle.broadcast_from_rank_zero.remote()
+    handle.reset.remote()
+    assert controller.called == ["start_synchronization"]
+    assert actor.called == ["broadcast_from_rank_zero", "reset"]
+
+
+def test_this_version_of_ray_has_what_is_extended() -> None:
+    check_internals()
+
+
+@pytest.mark.filterwarnings("ignore")  # ray's own
+@pytest.mark.parametrize("missing", ["a method", "a function of the workers", "a module"])
+def test_another_version_of_ray_starts_the_workers_by_its_public_trainer(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if missing == "a method":
+        monkeypatch.delattr(DataParallelTrainer, "_create_default_callbacks")
+    elif missing == "a function of the workers":
+        monkeypatch.setattr("app.own_ray.CALLED_IN_WORKERS", ("_no_such_function",))
+    else:
+        monkeypatch.setitem(sys.modules, "app.own_ray", None)
+    told: list[str] = []
+    given = {"scaling_config": ScalingConfig(num_workers=2), "run_config": RunConfig(worker_runtime_env={})}
+    trainer = build_trainer(given, 7, is_own=True, tell=told.append)
+    assert isinstance(trainer, TorchTrainer)
+    environment = trainer.run_config.worker_runtime_env
+    assert environment is not None
+    assert environment["env_vars"].keys() == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    assert len(told) == 1
+    assert f"Ray {ray.__version__} differs from the versions that are known" in told[0]

@@ -1,5 +1,6 @@
 """What the worker does beside Ray: ranks that agree on bad input, and a best checkpoint chosen by one."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from tests.common import on_ranks
 
 class Notes:
     """Stands for the Reporter: passes the first failure on through the group's store, as the Tracker does."""
+
+    waiting = nullcontext
 
     def fail(self, message: str, exit_code: int) -> None:
         store = dist.distributed_c10d._get_default_store()
@@ -62,6 +65,7 @@ class Alone:
     """Stands for the Reporter of the only rank."""
 
     is_rank_zero = True
+    waiting = nullcontext
 
     def event(self, text: str) -> None: ...
 

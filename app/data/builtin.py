@@ -144,11 +144,11 @@ def fetch_if_missing(config: Config) -> None:
         )
     import torchvision.datasets
 
-    with alone(directory / f".{known.name}.lock", f"--data-dir {directory}"):
+    unfinished = directory / f".{known.name}"
+    with alone(directory / f".{known.name}.lock", f"--data-dir {directory}", unfinished):
         if (directory / known.marker).exists():  # another process has fetched it meanwhile
             return
         print(f"fetching {known.name} into {directory}", flush=True)
-        unfinished = directory / f".{known.name}"
         shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
         try:
             getattr(torchvision.datasets, known.name)(str(unfinished), download=True)

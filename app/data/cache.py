@@ -9,16 +9,22 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from app.config import Config
 from app.errors import BadInput
 
 MIB = 2**20
 THREADS = 16
+# How often a process that waits for another one to fetch looks whether it has.
+POLL_S = 0.2
+# Called in a process that waits for another one of its node to fetch, whenever that has fetched more.
+progress: ContextVar[Callable[[], None]] = ContextVar("progress", default=lambda: None)
 # Files that are waited for at a time: what waits for a thread takes memory.
 BATCH = 1024
 
@@ -63,11 +69,10 @@ def local_copy(uri: str, cache_dir: str | Path | None = None) -> Path:
     def fetch(file: tuple[str, int, int]) -> None:
         fetch_file(source, file[0], file[1], unfinished / Path(file[0]).relative_to(path))
 
-    with alone(cache / f"{name}.lock", flag):
+    with alone(cache / f"{name}.lock", flag, unfinished.parent):
         if copy.exists():
             return copy
-        there = sum(each.stat().st_size for each in unfinished.parent.rglob("*") if each.is_file())
-        size = sum(size for _, size, _ in files) - there
+        size = sum(size for _, size, _ in files) - size_of(unfinished.parent)
         if (free := shutil.disk_usage(cache).free) < size:
             raise BadInput(
                 f"{flag}: {size // MIB:,} MiB are to be fetched, and there is room for {free // MIB:,} in {cache}: "
@@ -102,13 +107,39 @@ def fetch_file(source: Any, path: str, size: int, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone(lock: Path, flag: str) -> Iterator[None]:
-    """One process of this node at a time; the lock of one that is killed ends with it. Raises BadInput."""
+def alone(lock: Path, flag: str, growing: Path) -> Iterator[None]:
+    """One process of this node at a time; the lock of one that is killed ends with it. Raises BadInput.
+
+    growing: the folder that the process which has the lock writes to. While it grows, the others make progress too.
+    """
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("a")
     except OSError as error:
         raise BadInput(f"{flag}: {lock.parent} cannot be written to ({error.strerror})") from None
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        size = None
+        while not _is_locked(file):
+            began, before, size = time.monotonic(), size, size_of(growing)
+            if size != before:
+                progress.get()()
+            time.sleep(max(POLL_S, 20 * (time.monotonic() - began)))  # of many files it takes long to find the size
         yield
+
+
+def _is_locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below a folder, which another process may be writing to; 0 if there is none."""
+    total = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # it has been renamed meanwhile
+                total += os.stat(os.path.join(directory, name)).st_size
+    return total

@@ -1,11 +1,14 @@
 """What a node fetches: once, whole or not at all, and again where it has changed."""
 
+import contextlib
+import contextvars
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import BinaryIO
@@ -17,7 +20,7 @@ import torch
 
 from app.config import Config
 from app.data.builtin import fetch_if_missing
-from app.data.cache import local_copy, on_this_node
+from app.data.cache import alone, local_copy, on_this_node, progress, size_of
 from app.data.datasets import check_data, load_splits
 from app.errors import BadInput
 from tests.common import write_images, write_mnist
@@ -210,6 +213,29 @@ def test_a_torchvision_set_is_fetched_once_and_appears_whole(tmp_path: Path) -> 
     assert not (tmp_path / ".MNIST").exists()
     assert (tmp_path / "MNIST" / "notes.txt").read_text() == "the user's own"
     assert (tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte").read_text() == ""
+
+
+def test_what_another_process_fetches_is_progress_of_one_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing = tmp_path / "growing"
+
+    def fetch() -> Iterator[bool]:
+        """By another process, which has the lock: look after look of this one."""
+        yield False
+        (growing / "a").mkdir(parents=True)
+        for size in (10, 10, 20):
+            (growing / "a" / "b").write_bytes(b"x" * size)
+            yield False
+        yield True
+
+    looks, sizes = fetch(), []
+    monkeypatch.setattr("app.data.cache._is_locked", lambda _: next(looks))
+    monkeypatch.setattr("app.data.cache.POLL_S", 0)
+    context = contextvars.copy_context()
+    context.run(progress.set, lambda: sizes.append(size_of(growing)))
+    context.run(lambda: contextlib.ExitStack().enter_context(alone(tmp_path / "lock", "", growing)))
+    assert sizes == [0, 10, 20]
 
 
 def test_a_torchvision_set_that_cannot_be_put_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """Workers that die, hang or compute nonsense."""
 
+import inspect
 import math
 import os
 import signal
 import sqlite3
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -12,10 +14,14 @@ from typing import Any
 import pytest
 import ray.train
 import torch
+import torch.distributed as dist
 import torchvision
 from torch import nn
 
+from app.config import Config
+from app.data.splits import Splits
 from app.models.mnist_cnn import MnistCnn
+from tests.common import tiny_splits
 from tests.faults.common import CHECKPOINT_EVERY, STEPS, Fit, SlowNet, assert_same_run, slow_config, worker_pids
 from tests.faults.conftest import Figures
 
@@ -142,6 +148,67 @@ def test_a_rank_that_hangs(undisturbed: Fit, tmp_path: Path, figures: Figures, c
     lost, recovery_s = run.steps_lost(9, output), run.seconds_to_step_after(9, hung_at + 8)
     outcome = "ended after --hang-timeout-s, its stack in the log; recovered, bit-identical"
     figures("19. A rank that hangs (time after the timeout)", outcome, lost, run.seconds_to_first_step(), recovery_s)
+
+
+def is_rank_1() -> bool:
+    return dist.is_initialized() and dist.get_rank() == 1
+
+
+def load_that_hangs_once(config: Config) -> Splits:
+    marker = Path(config.output_dir) / "it-happened"
+    if is_rank_1() and not marker.exists():
+        marker.touch()
+        threading.Event().wait()
+    return tiny_splits(config)
+
+
+def load_that_hangs(config: Config) -> Splits:
+    if is_rank_1():
+        threading.Event().wait()
+    return tiny_splits(config)
+
+
+def load_that_writes_for_long(config: Config) -> Splits:
+    """As a download does, for longer than --setup-timeout-s, of which the other rank sees nothing."""
+    if is_rank_1():
+        began = time.monotonic()
+        with tempfile.TemporaryFile() as file:
+            while time.monotonic() - began < 1.3 * config.setup_timeout_s:
+                file.write(bytes(2**20))
+                time.sleep(0.2)
+    return tiny_splits(config)
+
+
+def test_a_setup_that_hangs(undisturbed: Fit, tmp_path: Path, figures: Figures, capsys: pytest.CaptureFixture) -> None:
+    own = {"dataset": f"{__name__}:load_that_hangs_once", "setup_timeout_s": 15, "max_failures": 1}
+    run = Fit(slow_config(tmp_path, **own))
+    assert run.result()[1] == 0
+    output = capsys.readouterr().out
+    assert_same_run(run, undisturbed)
+    line = inspect.getsourcelines(load_that_hangs_once)[1] + 4
+    assert f"rank 1 was ended in load_that_hangs_once ({__file__}:{line})" in output
+    assert "rank 0 was ended" not in output  # it waited
+    assert "threading.Event().wait()" in (run.folder / "tracking" / "stacks.txt").read_text()
+    outcome = "ended after --setup-timeout-s, with its place in the user's file; recovered, bit-identical"
+    figures("19.1 A load() of the user's that hangs on one rank", outcome)
+
+
+@pytest.mark.ci
+def test_a_setup_that_hangs_at_every_start(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    own = {"dataset": f"{__name__}:load_that_hangs", "setup_timeout_s": 3, "max_failures": 0}
+    summary, exit_code = Fit(slow_config(tmp_path, **own)).result()
+    output = capsys.readouterr().out
+    assert (exit_code, summary.status, summary.step) == (1, "failed", 0)
+    line = inspect.getsourcelines(load_that_hangs)[1] + 2
+    assert f"rank 1 was ended in load_that_hangs ({__file__}:{line}): its setup made no progress for 3 s" in output
+
+
+@pytest.mark.ci
+def test_a_setup_that_takes_long_on_one_rank_and_writes(undisturbed: Fit, tmp_path: Path) -> None:
+    own = {"dataset": f"{__name__}:load_that_writes_for_long", "setup_timeout_s": 15, "max_failures": 0}
+    run = Fit(slow_config(tmp_path, **own))
+    assert run.result()[1] == 0
+    assert_same_run(run, undisturbed)
 
 
 def test_an_error_in_one_worker_is_retried(undisturbed: Fit, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

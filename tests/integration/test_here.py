@@ -1,5 +1,6 @@
 """One worker on a Ray of this machine: it is the command's own process, and all else is as with Ray's workers."""
 
+import inspect
 import os
 import re
 import threading
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from app.checkpoint import load_checkpoint
+from app.config import Config
+from app.data.splits import Splits
 from app.setup import is_fast_at_bf16
 from app.storage import Storage
-from tests.common import PlainNet
+from tests.common import PlainNet, tiny_splits
 from tests.faults.common import Command, Fit, assert_same_run, slow_config, wait_until
 
 pytestmark = [
@@ -56,6 +60,12 @@ class SlowToMake(Net):
         tensor = torch.rand(500, 500)
         while True:
             tensor = (tensor @ tensor).sigmoid()
+
+
+def load_that_hangs(config: Config) -> Splits:
+    if dist.is_initialized():
+        threading.Event().wait()
+    return tiny_splits(config)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +120,18 @@ def test_a_hang_ends_the_run_in_order_and_the_same_command_goes_on(tmp_path: Pat
     again = command(tmp_path, "hangs")
     assert again.result()[1] == 0, again.output()
     assert_same_run(again, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_setup_that_hangs_ends_the_run_in_order(tmp_path: Path) -> None:
+    run = command(tmp_path, "hangs", dataset="tests.integration.test_here:load_that_hangs", setup_timeout_s=3.0)
+    summary, exit_code = run.result()
+    assert (exit_code, summary["status"], summary["step"]) == (1, "failed", 0)
+    line = inspect.getsourcelines(load_that_hangs)[1] + 2
+    assert summary["error"].startswith(f"rank 0 was ended in load_that_hangs ({__file__}:{line}): its setup made no")
+    assert "--setup-timeout-s" in summary["error"]
+    assert "Traceback" not in run.output()
 
 
 @pytest.mark.slow
