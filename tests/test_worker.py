@@ -1,20 +1,24 @@
 """What the worker does beside Ray: ranks that agree on bad input, and a best checkpoint chosen by one."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from app.checkpoint import Best, Position
+from app.checkpoint import MODEL, Best, Position
 from app.config import Config
 from app.errors import BadInput, Unavailable
+from app.evaluate import main as evaluate
 from app.nodes import look_here
-from app.runs import Run, write_run
-from app.worker import RefusedTogether, run, together, wants_more, with_precision
+from app.runs import Run, resolved, write_run
+from app.storage import Storage
+from app.worker import RefusedTogether, agreed_checkpoint, run, together, wants_more, with_precision
 from tests.common import on_ranks
 
 
@@ -90,6 +94,49 @@ def test_a_worker_looks_at_its_node_before_anything_else(tmp_path: Path, monkeyp
         with pytest.raises(RefusedTogether, match=message) as refused:
             run(config, Alone(), found)  # type: ignore[arg-type]  # as much of a Reporter as it needs
         assert refused.value.exit_code == 2
+
+
+class Quiet(Alone):
+    """Takes every report."""
+
+    stop = None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+    def watched(self, batches: Any) -> Any:
+        return batches
+
+    def asked_to_stop(self) -> bool:
+        return False
+
+
+def test_where_the_best_checkpoint_is_lost_the_one_that_is_named_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost: list[str | None] = []
+
+    def damage_the_best(storage: Storage, reporter: Any, device: torch.device, prefer: str | None = None) -> str | None:
+        if prefer is not None:
+            lost.append(prefer)
+            Path(storage.root, prefer, MODEL).write_bytes(b"damaged")
+        return agreed_checkpoint(storage, reporter, device, prefer)
+
+    monkeypatch.setattr("app.worker.agreed_checkpoint", damage_the_best)
+    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("ray.train.torch.prepare_model", lambda network, **_: network)
+    monkeypatch.setattr("ray.train.torch.prepare_data_loader", lambda loader, **_: loader)
+    tiny: dict[str, Any] = {"dataset": "tests.common:tiny_splits", "model": "tests.common:PlainNet", "lr": 0.01}
+    config = resolved(Config(run_name="r", output_dir=str(tmp_path), batch_size=10, epochs=3, **tiny))
+    write_run(Run(config, "running"))
+    outcome = run(config, Quiet())  # type: ignore[arg-type]  # as much of a Reporter as it needs
+    assert outcome.status == "finished"
+    assert outcome.checkpoint is not None
+    assert not outcome.checkpoint.endswith(str(lost[0]))
+    assert evaluate([outcome.checkpoint, "--split", "val"]) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]
+    assert {key: outcome.metrics[key] for key in measured} == pytest.approx(measured)
+    assert outcome.metrics.keys() == {"val/accuracy", "val/loss", "test/accuracy", "test/loss"}
 
 
 @pytest.mark.parametrize(("patience", "epochs_since", "more"), [(None, 99, True), (3, 2, True), (3, 3, False)])

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,11 @@ from app.checkpoint import load_checkpoint
 from app.config import Config
 from app.config_file import to_yaml
 from app.errors import BadInput
-from app.evaluate import main as evaluate
 from app.fit import fit
 from app.runs import checkpoint_names, read_run
 from app.spool import read_records
 from app.storage import Storage
 from app.trained import find_checkpoint, load_trained
-from app.worker import agreed_checkpoint
 from tests.common import write_images
 
 pytestmark = [
@@ -104,24 +101,6 @@ def test_a_run_trains_tracks_evaluates_and_is_resumed_longer_on_other_workers(
     output = capsys.readouterr().out
     assert f"skipping {newest.parent}: model.safetensors has" in output
     assert "checkpoint-000000012, after step 12" in output
-
-
-def test_where_the_best_checkpoint_is_lost_the_one_that_is_named_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def damage_the_best(storage: Storage, reporter: Any, prefer: str | None = None) -> str | None:
-        if prefer is not None:
-            Path(storage.root, prefer, "model.safetensors").write_bytes(b"damaged")
-        return agreed_checkpoint(storage, reporter, prefer)
-
-    monkeypatch.setattr("app.worker.agreed_checkpoint", damage_the_best)  # the worker is this process
-    summary, exit_code = fit(config(tmp_path, run_name="r", num_workers=1, tracking_uri="none"))
-    assert (exit_code, summary.status) == (0, "finished")
-    capsys.readouterr()
-    assert evaluate([str(summary.checkpoint), "--split", "val"]) == 0
-    measured = json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"]
-    assert {key: summary.metrics[key] for key in measured} == pytest.approx(measured)
-    assert summary.metrics.keys() == {"val/accuracy", "val/loss", "test/accuracy", "test/loss"}
 
 
 def interrupted(tmp_path: Path, settings: Config, at_step: int) -> subprocess.CompletedProcess[str]:
