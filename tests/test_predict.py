@@ -117,7 +117,7 @@ import torch
 from app.data.splits import from_arrays
 
 def load(config):
-    images = torch.arange(40 * 64).reshape(40, 1, 8, 8).remainder(251).to(torch.uint8)
+    images = torch.arange(40 * 100).reshape(40, 1, 10, 10).remainder(251).to(torch.uint8)
     options = dict(val_fraction=0.2, class_names=("a", "b"), mean=(0.5,), std=(0.2,))
     return from_arrays((images, np.arange(40) % 2), **options)
 """
@@ -130,7 +130,7 @@ def test_the_data_that_was_trained_on_is_not_needed(tmp_path: Path, monkeypatch:
     trained_run(tmp_path, dataset="own_images:load")
     (tmp_path / "own_images.py").unlink()
     monkeypatch.delitem(sys.modules, "own_images")
-    write_images(tmp_path / "photos", {"x": 3}, size=(8, 8))
+    write_images(tmp_path / "photos", {"x": 3}, size=(10, 10))
     rows = predicted([str(tmp_path / "runs" / "r"), str(tmp_path / "photos")], tmp_path)
     assert [row["label"] in ("a", "b") for row in rows] == [True] * 3
     with pytest.raises(BadInput, match="--dataset own_images:load: No module named 'own_images'"):

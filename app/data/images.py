@@ -16,8 +16,8 @@ import torch
 
 from app.data.samples import InMemory
 from app.data.sampling import Facts
-from app.errors import BadInput, Unavailable
-from app.retry import retry
+from app.errors import BadInput
+from app.retry import describe, retry
 
 # Width to height of the shapes that aspect-grouped images are resized to.
 ASPECT_RATIOS = (1 / 2, 9 / 16, 3 / 4, 1.0, 4 / 3, 16 / 9, 2.0)
@@ -116,17 +116,20 @@ def decode_image(file: Path | BinaryIO, shape: tuple[int, int], channels: int, n
     """
     from PIL import Image, ImageOps
 
+    name = name or str(file)
     try:
         content = io.BytesIO(retry(file.read_bytes, f"reading {file}")) if isinstance(file, Path) else file
+    except OSError as error:
+        raise BadInput(f"{name} is no readable image: {describe(error)}") from None
+    try:
         with Image.open(content) as opened:
             upright = ImageOps.exif_transpose(opened)
             if upright.mode.startswith(("I", "F")):  # 16 bits and more; convert() would cut them off at 255
                 upright = Image.fromarray((np.asarray(upright, np.float64) / 257).clip(0, 255).astype(np.uint8))
             image = upright.convert("RGB" if channels == 3 else "L")
-    except Unavailable:
-        raise
     except Exception as error:  # what Pillow raises for damaged bytes has no common type
-        raise BadInput(f"{name or file} is no readable image: {error}") from None
+        reason = str(error).replace(f" {content!r}", "")  # an address in memory
+        raise BadInput(f"{name} is no readable image: {reason}") from None
     image = ImageOps.fit(image, (shape[1], shape[0]), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image).reshape(*shape, channels)).permute(2, 0, 1).contiguous()
 
