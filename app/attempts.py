@@ -182,7 +182,7 @@ def attempt(
             if progress.hung is not None:  # in this process, where nothing else can end it
                 return Outcome("failed", error=progress.hung, exit_code=1)
             if interrupt.count:
-                tracker.request_stop.remote("killed")  # again and again: a restarted Tracker has forgotten it
+                tracker.request_stop.remote("killed")
                 if progress.live is None or interrupt.count > 1:  # there is nothing new to save
                     return Outcome("killed")
                 if told != "killed":
@@ -282,7 +282,7 @@ class ClusterWatch:
             self.close()
             self._nodes, self._training_since = frozenset(), 0.0
             return None
-        self._nodes |= progress.nodes  # a Tracker that was restarted has forgotten them
+        self._nodes |= progress.nodes
         self._training_since = self._training_since or now
         if now - self._looked_at < CLUSTER_EVERY_S or progress.live["step"] == progress.live["total_steps"]:
             return None

@@ -12,8 +12,8 @@ from app.traced import example_inputs, open_sizes, tracing
 from app.trained import load_trained
 
 CHAMPION = "champion"
-# The tag of a logged model that has its checkpoint's path.
-CHECKPOINT = "checkpoint"
+# Tags: of a logged model, its checkpoint's path; of a version, the logged model.
+CHECKPOINT, MODEL_ID = "checkpoint", "model_id"
 
 
 def log_model(run_id: str, path: str, register: str | None = None) -> None:
@@ -27,9 +27,10 @@ def log_model(run_id: str, path: str, register: str | None = None) -> None:
     client = mlflow.MlflowClient()
     model = _logged(client, run_id, path) or _log(run_id, path)
     if register is not None:
-        versions = client.search_model_versions(f"run_id = '{run_id}'")
-        found = next((each for each in versions if (each.name, each.model_id) == (register, model.model_id)), None)
-        found = found or mlflow.register_model(model.model_uri, register)
+        versions = client.search_model_versions(f"name = '{register}'")
+        # the version's own model_id is not kept by MLflow's SQL stores
+        found = next((each for each in versions if each.tags.get(MODEL_ID) == model.model_id), None)
+        found = found or mlflow.register_model(model.model_uri, register, tags={MODEL_ID: model.model_id})
         client.set_registered_model_alias(register, CHAMPION, str(found.version))
 
 

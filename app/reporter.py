@@ -197,7 +197,6 @@ class Reporter:
     def _poll_stop(self) -> None:
         with contextlib.suppress(Left):
             while not self._closed.wait(STOP_POLL_S):
-                # A Tracker that was restarted has forgotten it.
                 self.stop = ray.get(self._tracker.stop_requested.remote()) or self.stop
 
     def _sample_system(self) -> None:

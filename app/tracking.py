@@ -128,7 +128,7 @@ class Unread(Generic[T]):
 
     def after(self, seen: int) -> list[T]:
         """Those behind the first `seen`. A reader says so once it has them: they are let go of."""
-        unseen = self.count - min(seen, self.count)  # a Tracker that was restarted has had fewer than were seen
+        unseen = self.count - min(seen, self.count)
         while len(self._held) > unseen:
             self._held.popleft()
         return list(self._held)

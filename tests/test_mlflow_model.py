@@ -27,8 +27,13 @@ def test_an_lstm_takes_texts_of_any_number_and_length(
     client = mlflow.MlflowClient()
     run = client.create_run(client.create_experiment("e", artifact_location=str(tmp_path / "artifacts")))
     trained = load_trained(str(tmp_path / "runs" / "r"))
-    log_model(run.info.run_id, trained.path)
+    # A record that is delivered twice does not make another model, or another version.
+    for register in (None, None, "texts", "texts"):
+        log_model(run.info.run_id, trained.path, register)
 
+    version = client.get_model_version_by_alias("texts", "champion")
+    assert (str(version.version), version.run_id) == ("1", run.info.run_id)
+    assert len(client.search_model_versions("name = 'texts'")) == 1
     (model,) = client.search_logged_models([run.info.experiment_id])
     found = get_model_info(model.model_uri)
     assert found.metadata == {"class_names": ["a", "b"], "checkpoint": trained.path}

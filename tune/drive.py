@@ -95,7 +95,7 @@ def conduct(
     told = False
     while thread.is_alive() and interrupt.count < 2:
         if interrupt.count:
-            recorder.stop_training()  # again and again: a restarted Tracker has forgotten it
+            recorder.stop_training()  # again and again: a trial may begin meanwhile
             if not told:
                 told = True
                 display.event("ending the trials after a checkpoint; once more to leave at once")
