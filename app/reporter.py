@@ -19,6 +19,7 @@ from ray.util.metrics import Gauge
 from app.data.loader import Batch
 from app.data.sampling import Schedule
 from app.distributed import World
+from app.micro_batches import ForwardPass
 from app.tracking import LIVE_EVERY_S, Live, Stop, Validation
 from app.watchdog import Watchdog
 
@@ -60,6 +61,7 @@ class Reporter:
         }
         self._watchdog = Watchdog(hang_timeout_s, f"rank {world.rank}", self._hung, ends_process=left is None)
         self._live_at = 0.0
+        self._is_training = False
         self._metrics: dict[str, float] = {}
         self.stop: Stop | None = None  # on rank 0; the loop tells the others
         self._closed = threading.Event()
@@ -90,6 +92,7 @@ class Reporter:
         """The training goes on: to be called more often than every hang_timeout_s, from the first step on. Raises
         Left."""
         self._refuse_left()
+        self._is_training = True
         self._watchdog.alive()
 
     def rest(self) -> None:
@@ -114,6 +117,8 @@ class Reporter:
     def saved(self, step: int, seconds: float) -> None:
         """A checkpoint, and how long it took beside the training."""
         self.metrics(step, {"perf/checkpoint_s": seconds})
+        if step:
+            self._tracker.saved.remote()
 
     def live(self, step: int, schedule: Schedule, now: bool) -> None:
         """Where the run stands, for the terminal; not more often than it is looked at, unless now."""
@@ -165,6 +170,22 @@ class Reporter:
     def fail(self, message: str, exit_code: int) -> None:
         """From any rank: starting the workers again would not help."""
         ray.get(self._tracker.fail.remote(message, exit_code))
+
+    def micro_batch_size(self) -> int | None:
+        """The most samples in a forward pass, since an earlier one ran out of memory."""
+        return ray.get(self._tracker.micro_batch_size.remote())
+
+    def forward_pass(self, forward_pass: ForwardPass) -> None:
+        """What a step will compute at a time: known to the Tracker before it can run out of memory."""
+        ray.get(self._tracker.forward_pass.remote(forward_pass))
+
+    def out_of_memory(self, reason: str) -> None:
+        """From any rank. Smaller micro-batches help only where samples are computed: from the first step on."""
+        if self._is_training:
+            ray.get(self._tracker.out_of_memory.remote(reason))
+        else:
+            advice = "use a smaller --model, lower --in-memory-mb, or use fewer workers on a node"
+            self.fail(f"out of memory before the first step ({reason}); {advice}", 1)
 
     def raised(self, rank: int, stack: str) -> None:
         """From any rank: an exception, after which the workers are started again."""

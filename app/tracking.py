@@ -7,23 +7,25 @@ seconds and up to 1 GB in each.
 """
 
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal, TypedDict, TypeVar
 
 import numpy as np
 
 from app.deliver import Target, deliver
+from app.micro_batches import ForwardPass
 from app.spool import SPOOL, Spool, read_records, sent_offset
 from app.storage import Storage
 
-BAD_SAMPLES = "bad_samples.txt"
+BAD_SAMPLES, FORWARD_PASS = "bad_samples.txt", "forward_pass.json"
 # Seconds between batches, and between tries to reach a server.
 BATCH_S, RETRY_S = 1.0, 5.0
 # Seconds between what the terminal is told of a training.
@@ -123,6 +125,7 @@ class Tracker:
         self._failures = 0
         self._stop: Stop | None = None
         self._failure: tuple[str, int] | None = None
+        self._recall_forward_pass()
         self._hung: str | None = None
         self._raised = False  # in this attempt
         self.target, self._delivery = None, None
@@ -177,6 +180,59 @@ class Tracker:
     def failure(self) -> tuple[str, int] | None:
         return self._failure
 
+    def micro_batch_size(self) -> int | None:
+        """The most samples in a forward pass since one ran out of memory; None if none did."""
+        return self._micro_batch_size
+
+    def forward_pass(self, forward_pass: ForwardPass) -> None:
+        """Workers are about to train."""
+        self._set_forward_pass(forward_pass)
+
+    def saved(self) -> None:
+        """A checkpoint of steps of these workers is whole."""
+        known = self._forward_pass
+        if known is not None and known.trained != known.samples:
+            self._set_forward_pass(replace(known, trained=known.samples))
+
+    def out_of_memory(self, reason: str = "") -> None:
+        """Have the next workers continue from the checkpoint with smaller micro-batches.
+
+        Without a checkpoint of any steps, or with one sample in a forward pass, the run fails. Called for each worker
+        that ran out of memory: the first call decides. reason: the error that it raised; empty if it was killed, which
+        may be another process's fault, so that a run without steps is started again as it is.
+        """
+        ran_out = self._forward_pass
+        if ran_out is None:
+            return
+        self._set_forward_pass(None)
+        detail = f" ({reason})" if reason else ""
+        if ran_out.samples == 1:
+            self.fail(f"out of memory at {ran_out}{detail}: no micro-batch is smaller; give each worker more memory", 1)
+        elif ran_out.trained:
+            self._set_forward_pass(None, ran_out.smaller)
+            self.event(f"out of memory at {ran_out}: continuing with {ran_out.smaller}")
+            self.tags({"micro_batch_size": str(ran_out.smaller)})
+        elif reason:
+            self.fail(f"out of memory at {ran_out}{detail}; lower --micro-batch-size or --batch-size", 1)
+
+    def _set_forward_pass(self, forward_pass: ForwardPass | None, micro_batch_size: int | None = None) -> None:
+        """Keep it in a file too: where memory runs out, Ray may end the Tracker's process as well."""
+        self._forward_pass = forward_pass
+        self._micro_batch_size = micro_batch_size or self._micro_batch_size
+        known = {"micro_batch_size": self._micro_batch_size, "forward_pass": forward_pass and asdict(forward_pass)}
+        path = self._spool.directory / FORWARD_PASS
+        path.with_suffix(".new").write_text(json.dumps(known))
+        path.with_suffix(".new").replace(path)
+
+    def _recall_forward_pass(self) -> None:
+        self._forward_pass: ForwardPass | None = None  # None: not known, or it ran out of memory
+        self._micro_batch_size: int | None = None
+        path = self._spool.directory / FORWARD_PASS
+        if path.exists():
+            known = json.loads(path.read_text())
+            self._micro_batch_size = known["micro_batch_size"]
+            self._forward_pass = ForwardPass(**known["forward_pass"]) if known["forward_pass"] else None
+
     def hung(self, text: str, stacks: str, in_driver: bool = False) -> None:
         """A worker that makes no steps, with the stacks of its threads."""
         if in_driver:
@@ -222,18 +278,22 @@ class Tracker:
 
     # called by Ray Train's controller
 
-    def workers_lost(self, reason: str, counts: bool) -> None:
-        """counts: as a failure, of which a run has --max-failures."""
+    def workers_lost(self, reason: str, counts: bool, out_of_memory: bool = False) -> None:
+        """counts: as a failure, of which a run has --max-failures. out_of_memory: Ray ended one for its memory."""
         self._live, self._nodes = None, set()
         self._failures += counts
         if self._failure is None:  # else it is known, and the workers were ended for it
             self.event(reason)
+        if out_of_memory:
+            self.out_of_memory()
 
     # called by the driver
 
     def begin(self, params: dict[str, str], tags: dict[str, str], config_yaml: str) -> None:
         # A sweep begins a trial again in the same process, where it was stopped or died.
         self._stop, self._failure, self._failures, self._validations = None, None, 0, Unread[Validation]()
+        self._micro_batch_size = None
+        self._set_forward_pass(None)
         self._spool.append("run", params=params, tags=tags)
         self.artifact("config.yaml", config_yaml.encode())
 

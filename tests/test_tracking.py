@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import threading
 import time
 import tracemalloc
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from app.deliver import Target, _batches, deliver, mlflow_environment
+from app.micro_batches import ForwardPass
 from app.spool import BLOCK, Spool, read_records
 from app.storage import Storage, without_credentials
 from app.tracking import MOST_EVENTS, Progress, Tracker, Validation
@@ -314,6 +316,59 @@ def test_the_stop_flag_the_failure_and_the_events(tmp_path: Path) -> None:
     tracker.begin({}, {}, "")
     assert (tracker.stop_requested(), tracker.failure()) == (None, None)
     assert tracker.progress(0).validations == ()
+
+
+@pytest.mark.parametrize(
+    ("samples", "trained", "then"),
+    [(128, 32, 32), (128, 128, 64), (16, 32, 8), (2, 2, 1)],
+)
+def test_after_out_of_memory_training_continues_with_smaller_micro_batches(
+    samples: int, trained: int, then: int, tmp_path: Path
+) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.forward_pass(ForwardPass(samples, 1, trained))
+    tracker.out_of_memory("CUDA out of memory")
+    tracker.out_of_memory("CUDA out of memory")  # of another worker
+    tracker.workers_lost("rank 0 failed", True, out_of_memory=True)  # as the controller sees it
+    assert (tracker.micro_batch_size(), tracker.failure()) == (then, None)
+    assert tracker.progress(0).events[0] == (
+        f"out of memory at {samples} samples per forward pass on 1 worker: continuing with {then}"
+    )
+    tags = [record["tags"] for record, _ in read_records(tmp_path / "tracking", 0) if record["kind"] == "tags"]
+    assert tags == [{"micro_batch_size": str(then)}]
+    tracker.begin({}, {}, "")  # again in the same process, by a sweep
+    assert tracker.micro_batch_size() is None
+
+
+def test_a_worker_killed_for_memory_counts_from_the_first_checkpoint_on(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.forward_pass(ForwardPass(10, 2, 0))
+    tracker.workers_lost("rank 0 was killed", True, out_of_memory=True)
+    assert (tracker.micro_batch_size(), tracker.failure()) == (None, None)  # tried again as it is
+    tracker.forward_pass(ForwardPass(10, 2, 0))
+    tracker.saved()
+    for _ in range(2):
+        tracker = new_tracker(tmp_path, None)  # Ray ended its process as well
+        tracker.workers_lost("rank 0 was killed", True, out_of_memory=True)
+        assert (tracker.micro_batch_size(), tracker.failure()) == (5, None)
+
+
+@pytest.mark.parametrize(
+    ("samples", "trained", "told"),
+    [
+        (10, 0, r"at 10 samples per forward pass on 2 workers \(too much\); lower --micro-batch-size or --batch-size"),
+        (1, 1, r"at 1 sample per forward pass on 2 workers \(too much\): no micro-batch is smaller"),
+    ],
+)
+def test_out_of_memory_without_a_way_out_fails_the_run(samples: int, trained: int, told: str, tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.forward_pass(ForwardPass(samples, 2, trained))
+    tracker.out_of_memory("too much")
+    failure = tracker.failure()
+    assert failure is not None
+    assert re.fullmatch(f"out of memory {told}.*", failure[0])
+    assert failure[1] == 1
+    assert tracker.micro_batch_size() is None
 
 
 def test_the_driver_gets_everything_once_and_nothing_that_it_has_is_held(tmp_path: Path) -> None:

@@ -42,8 +42,19 @@ class Net(PlainNet):
                 once.touch()
                 if os.environ["TEST_FAULT"] == "fails":
                     raise RuntimeError("no luck")
+                if os.environ["TEST_FAULT"] == "needs too much memory":
+                    raise MemoryError("no more")
                 if os.environ["TEST_FAULT"] == "hangs":
                     threading.Event().wait()
+        return super().forward(images)
+
+
+class Insatiable(PlainNet):
+    """Runs out of memory in every training step."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise MemoryError("no more")
         return super().forward(images)
 
 
@@ -91,6 +102,25 @@ def test_a_failure_is_counted_and_the_training_goes_on_from_its_checkpoint(tmp_p
     assert "Traceback" not in run.output()
     assert run.steps_lost(6, run.output()) == 0
     assert_same_run(run, undisturbed)
+
+
+def test_after_out_of_memory_it_continues_with_smaller_micro_batches(tmp_path: Path, undisturbed: Fit) -> None:
+    run = command(tmp_path, "needs too much memory", max_failures=1)
+    assert run.result()[1] == 0, run.output()
+    assert "out of memory at 10 samples per forward pass on 1 worker: continuing with 5" in run.output()
+    assert "rank 0 ran out of memory (no more)" in run.output()
+    assert run.steps_lost(6, run.output()) == 0
+    assert_same_run(run, undisturbed, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_out_of_memory_before_any_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    summary, exit_code = command(tmp_path, model="tests.integration.test_here:Insatiable", max_failures=3).result()
+    assert (exit_code, summary["status"], summary["step"]) == (1, "failed", 0)
+    assert summary["error"] == (
+        "out of memory at 10 samples per forward pass on 1 worker (no more); lower --micro-batch-size or --batch-size"
+    )
 
 
 @pytest.mark.slow
