@@ -59,7 +59,8 @@ class Best:
 class Position:
     """Where a run stands: after `step` steps. All of it a resumed run needs beside weights and optimizer.
 
-    epoch: epochs begun. order: the digest of the order of samples that the steps are steps in.
+    epoch: epochs begun. epoch_window: the steps of the current epoch. train_seconds: in training steps, each counted
+    once. order: the digest of the order of samples that the steps are steps in.
     bad_samples: of the epoch, those up to here that could not be read. samples_per_pass: the most that a worker
     computed at a time in the last step, and so had the memory for.
     """
@@ -72,6 +73,8 @@ class Position:
     order: str = ""
     bad_samples: int = 0
     samples_per_pass: int = 0
+    epoch_window: Window = field(default_factory=Window)
+    train_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -313,6 +316,8 @@ def _read_folder(folder: Path, path: str) -> Checkpoint:
             state["order"],
             state["bad_samples"],
             state["samples_per_pass"],
+            Window(**state["epoch_window"]),
+            state["train_seconds"],
         ),
         model=load_file(folder / MODEL),
         trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),

@@ -120,9 +120,9 @@ class Reporter:
         if step:
             self._tracker.saved.remote()
 
-    def live(self, step: int, schedule: Schedule, now: bool) -> None:
-        """Where the run stands, for the terminal; not more often than it is looked at, unless now."""
-        if not self.is_rank_zero or not (now or time.perf_counter() - self._live_at > LIVE_EVERY_S):
+    def live(self, step: int, schedule: Schedule, epoch_ended: bool) -> None:
+        """Where the run stands, for the terminal: at each epoch's end, and else as often as it is looked at."""
+        if not self.is_rank_zero or not (epoch_ended or time.perf_counter() - self._live_at > LIVE_EVERY_S):
             return
         self._live_at = time.perf_counter()
         self._tracker.live.remote(
@@ -132,7 +132,8 @@ class Reporter:
                 epoch=schedule.epochs_begun(step),
                 epochs=schedule.epochs_begun(schedule.total_steps),
                 metrics=self._metrics,
-            )
+            ),
+            epoch_ended,
         )
 
     def validated(self, step: int, schedule: Schedule, metrics: dict[str, float]) -> None:

@@ -34,7 +34,7 @@ LIVE_EVERY_S = 0.5
 # niceness is Ray's 15.
 BEHIND_TRAINING = 19
 # Kept for a terminal that does not look, of which a sweep's trials have none.
-MOST_EVENTS = 10_000
+MOST_EVENTS, MOST_EPOCHS = 10_000, 100
 # A sweep's Tracker delivers many runs: pictures and models are not made by two threads at once.
 ONE_AT_A_TIME = threading.Lock()
 
@@ -65,8 +65,8 @@ class Validation(TypedDict):
 class Progress:
     """Where the run stands; live is None while no worker trains. events: those that were not seen yet, of
     events_seen in all; validations likewise. nodes: the ids of those that workers run on. failures: times
-    that workers were lost. stop: what was asked for. hung: what is said of a training in the driver's process that
-    hangs."""
+    that workers were lost. epochs: where it stood at each end of an epoch that was not seen yet, of epochs_seen in all.
+    stop: what was asked for. hung: what is said of a training in the driver's process that hangs."""
 
     live: Live | None
     events: list[str]
@@ -77,6 +77,8 @@ class Progress:
     validations_seen: int = 0
     stop: Stop | None = None
     hung: str | None = None
+    epochs: tuple[Live, ...] = ()
+    epochs_seen: int = 0
 
 
 class Unread(Generic[T]):
@@ -122,6 +124,7 @@ class Tracker:
         self._nodes: set[str] = set()
         self._events = Unread[str](most=MOST_EVENTS)
         self._validations = Unread[Validation]()
+        self._epochs = Unread[Live](most=MOST_EPOCHS)
         self._failures = 0
         self._stop: Stop | None = None
         self._failure: tuple[str, int] | None = None
@@ -148,8 +151,10 @@ class Tracker:
         """A node that a worker runs on."""
         self._nodes.add(node_id)
 
-    def live(self, live: Live) -> None:
+    def live(self, live: Live, epoch_ended: bool = False) -> None:
         self._live = live
+        if epoch_ended:
+            self._epochs.append(live)
 
     def validated(self, validation: Validation) -> None:
         self._validations.append(validation)
@@ -327,9 +332,9 @@ class Tracker:
         if self._stop != "killed":
             self._stop = how
 
-    def progress(self, events_seen: int, validations_seen: int = 0) -> Progress:
-        """With what came after the first events_seen events and the first validations_seen validations, which
-        are forgotten."""
+    def progress(self, events_seen: int, validations_seen: int = 0, epochs_seen: int = 0) -> Progress:
+        """With what came after the first events_seen events, validations_seen validations and epochs_seen ends of
+        epochs, which are forgotten."""
         return Progress(
             self._live,
             self._events.after(events_seen),
@@ -340,6 +345,8 @@ class Tracker:
             self._validations.count,
             self._stop,
             self._hung,
+            tuple(self._epochs.after(epochs_seen)),
+            self._epochs.count,
         )
 
     def finish(self, status: str, checkpoint: str | None) -> None:

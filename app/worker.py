@@ -175,7 +175,9 @@ def run(
                 position.samples_seen += result.count
                 position.bad_samples = result.bad_samples
                 position.samples_per_pass = per_pass
-                position.window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
+                for window in (position.window, position.epoch_window):
+                    window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
+                position.train_seconds += result.seconds
                 train_seconds += result.seconds
                 last = position.step == schedule.total_steps
                 epoch_ended = last or position.step % schedule.steps_per_epoch == 0
@@ -186,6 +188,12 @@ def run(
                     with clock.part("tracking"):
                         reporter.metrics(position.step, {**position.window.metrics(), "lr": rate})
                     position.window = Window()
+
+                if epoch_ended:  # or the run, in mid-epoch: then of the epoch so far
+                    with clock.part("tracking"):
+                        reporter.metrics(position.step, position.epoch_window.epoch_metrics())
+                if position.step % schedule.steps_per_epoch == 0:
+                    position.epoch_window = Window()
 
                 # at an epoch's end, and in between if that is asked for: evaluate
                 improved = False
@@ -200,7 +208,7 @@ def run(
                         reporter.metrics(position.step, {**latest, "epoch": position.step / schedule.steps_per_epoch})
                     improved = position.best.update(position.step, validation.accuracy, validation.loss, epoch_ended)
                 with clock.part("tracking"):
-                    reporter.live(position.step, schedule, now=epoch_ended)
+                    reporter.live(position.step, schedule, epoch_ended)
 
                 # when it is due: save
                 due = validated if config.checkpoint_every is None else position.step % config.checkpoint_every == 0
@@ -238,6 +246,7 @@ def run(
         samples_seen=position.samples_seen,
         samples_per_s=(position.samples_seen - seen_before) / train_seconds if train_seconds else None,
         train_seconds=train_seconds,
+        run_train_seconds=position.train_seconds,
         metrics=metrics,
         error=error,
         exit_code=1 if status == "failed" else 0,

@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def finished(config: Config) -> Run:
-    summary = Summary("r", "id", "finished", "c", 5, 55, 6475, 900.0, {"test/accuracy": 0.99})
+    summary = Summary("r", "id", "finished", "c", 5, 55, 6475, 900.0, 30.5, 7.2, {"test/accuracy": 0.99})
     run = Run(config, "finished", summary)
     write_run(run)
     return run

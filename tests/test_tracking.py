@@ -17,7 +17,7 @@ from app.deliver import Target, _batches, deliver, mlflow_environment
 from app.micro_batches import ForwardPass
 from app.spool import BLOCK, Spool, read_records
 from app.storage import Storage, without_credentials
-from app.tracking import MOST_EVENTS, Progress, Tracker, Validation
+from app.tracking import MOST_EVENTS, Live, Progress, Tracker, Validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
 
@@ -389,6 +389,20 @@ def test_the_driver_gets_everything_once_and_nothing_that_it_has_is_held(tmp_pat
             assert len(tracker._validations._held) == len(progress.validations) <= 7
     assert heard == [f"event {step}" for step in range(1, 1001)]
     assert steps == list(range(1, 1001))
+
+
+def test_the_driver_gets_each_end_of_an_epoch_once(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    lives = [Live(step=step, total_steps=9, epoch=-(-step // 3), epochs=3, metrics={}) for step in range(1, 10)]
+    seen: list[Live] = []
+    for live in lives:
+        tracker.live(live, epoch_ended=live["step"] % 3 == 0)
+        if live["step"] in (3, 4, 9):
+            progress = tracker.progress(0, 0, len(seen))
+            assert progress.live == live
+            seen += progress.epochs
+            assert progress.epochs_seen == len(seen)
+    assert seen == lives[2::3]
 
 
 def test_of_events_that_nobody_looks_at_the_newest_are_kept(tmp_path: Path) -> None:

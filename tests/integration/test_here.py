@@ -29,7 +29,7 @@ PHASES += ["the first step is made"]
 
 
 class Net(PlainNet):
-    """Says which process it is in, and does in the 7th step what the environment asks for, once."""
+    """Says which process it is in, and does what the environment asks for in its 7th step or TEST_STEP, once."""
 
     steps = 0
 
@@ -38,7 +38,7 @@ class Net(PlainNet):
             self.steps += self.training
             (Path(folder) / "pid").write_text(str(os.getpid()))
             once = Path(folder) / "done"
-            if self.steps == 7 and not once.exists():
+            if self.steps == int(os.environ.get("TEST_STEP", "7")) and not once.exists():
                 once.touch()
                 if os.environ["TEST_FAULT"] == "fails":
                     raise RuntimeError("no luck")
@@ -88,6 +88,12 @@ def test_it_makes_the_steps_of_a_worker_of_rays_in_the_commands_process(tmp_path
     assert (exit_code, summary["status"], summary["step"]) == (0, "finished", 12), run.output()
     assert (tmp_path / "pid").read_text() == str(run.process.pid)
     assert_same_run(run, undisturbed)
+    assert 0 < summary["train_seconds"] < summary["seconds"]
+    losses = [loss for _, loss, _ in run.losses()]
+    for (step, loss, accuracy), of_epoch in zip(run.epochs(), (losses[:6], losses[6:]), strict=True):
+        assert step in (6, 12)
+        assert loss == pytest.approx((10 * sum(of_epoch[:5]) + 7 * of_epoch[5]) / 57)
+        assert f"epoch {step // 6}/2  step {step}/12  loss {loss:.4f}  accuracy {accuracy:.4f}" in run.output()
     stamps = re.findall(r"^ *(\d+\.\d) s  (.+)$", run.output(), re.MULTILINE)
     assert [float(seconds) for seconds, _ in stamps] == sorted(float(seconds) for seconds, _ in stamps)
     assert [phase for _, phase in stamps] == PHASES
@@ -104,12 +110,15 @@ def test_a_failure_is_counted_and_the_training_goes_on_from_its_checkpoint(tmp_p
     assert_same_run(run, undisturbed)
 
 
-def test_after_out_of_memory_it_continues_with_smaller_micro_batches(tmp_path: Path, undisturbed: Fit) -> None:
+def test_after_out_of_memory_it_continues_with_smaller_micro_batches(
+    tmp_path: Path, undisturbed: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_STEP", "11")  # so that it continues in mid-epoch
     run = command(tmp_path, "needs too much memory", max_failures=1)
     assert run.result()[1] == 0, run.output()
     assert "out of memory at 10 samples per forward pass on 1 worker: continuing with 5" in run.output()
     assert "rank 0 ran out of memory (no more)" in run.output()
-    assert run.steps_lost(6, run.output()) == 0
+    assert run.steps_lost(10, run.output()) == 2
     assert_same_run(run, undisturbed, exact=False)
 
 
