@@ -95,16 +95,21 @@ class Screen:
     """What the Tracker has to tell, shown on the terminal."""
 
     def __init__(self, tracker: Any, display: Display):
-        self._tracker, self._display, self._events_seen, self._validations_seen = tracker, display, 0, 0
+        self._tracker, self._display = tracker, display
+        self._events_seen = self._validations_seen = self._epochs_seen = 0
         self.phases = display.phases
 
     def update(self) -> Progress:
-        progress: Progress = ray.get(self._tracker.progress.remote(self._events_seen, self._validations_seen))
+        seen = (self._events_seen, self._validations_seen, self._epochs_seen)
+        progress: Progress = ray.get(self._tracker.progress.remote(*seen))
         for event in progress.events:
             self._display.event(event)
         for validation in progress.validations:
             self._display.validated(validation)
+        for live in progress.epochs:
+            self._display.epoch_ended(live)
         self._events_seen, self._validations_seen = progress.events_seen, progress.validations_seen
+        self._epochs_seen = progress.epochs_seen
         self._display.show(progress.live)
         return progress
 

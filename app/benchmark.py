@@ -269,6 +269,8 @@ def shown_on(display: "Display", config: Config, span: "Span") -> "Display":
             doing = "starting" if live is None else f"step {min(live['step'], total)} of {total}"
             display.waiting(f"{named(config.max_workers)}: {doing}")
 
+        def epoch_ended(self, live: Live) -> None: ...
+
         def event(self, text: str) -> None:
             display.event(text)
 

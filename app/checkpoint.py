@@ -34,7 +34,7 @@ from app.runs import checkpoint_name, checkpoint_names, step_of
 from app.storage import Storage
 from app.weights import of_no_use
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 T = TypeVar("T")
 MODEL, TRAINER, STATE, MANIFEST = "model.safetensors", "trainer.pt", "state.json", "manifest.json"
 
@@ -64,8 +64,10 @@ class Best:
 class Position:
     """Where a run stands: after `step` steps. All of it a resumed run needs beside weights and optimizer.
 
-    epoch: epochs begun. order: the digest of the order of samples that the steps are steps in.
-    bad_samples: of the epoch, those up to here that could not be read.
+    epoch: epochs begun. epoch_window: the steps of the current epoch. train_seconds: in training steps, each counted
+    once. order: the digest of the order of samples that the steps are steps in.
+    bad_samples: of the epoch, those up to here that could not be read. samples_per_pass: the most that a worker
+    computed at a time in the last step, and so had the memory for.
     """
 
     step: int = 0
@@ -75,6 +77,9 @@ class Position:
     samples_seen: int = 0
     order: str = ""
     bad_samples: int = 0
+    samples_per_pass: int = 0
+    epoch_window: Window = field(default_factory=Window)
+    train_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -362,6 +367,9 @@ def _read_folder(folder: Path, path: str) -> Checkpoint:
             state["samples_seen"],
             state["order"],
             state["bad_samples"],
+            state["samples_per_pass"],
+            Window(**state["epoch_window"]),
+            state["train_seconds"],
         ),
         model=load_file(folder / MODEL),
         trainer=torch.load(folder / TRAINER, map_location="cpu", weights_only=True),

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import tyro
 from pydantic import BaseModel, Field, create_model
 
-from app.config import GROUPS, Config, group_of
+from app.config import GROUPS, REPLACED, Config, flag, group_of
 from app.config_file import load_yaml
 from app.errors import BadInput, ExportFailed, TrainingFailed
 from app.interrupt import exit_with
@@ -29,6 +29,9 @@ def parse_config(argv: Sequence[str], command: type[Command], prog: str, descrip
     files = _values_of(argv, "--config")
     if len(files) > 1:
         raise BadInput(f"--config is given {len(files)} times ({', '.join(files)}): give one file")
+    for name, instead in REPLACED.items():
+        if any(word.partition("=")[0] in (flag(name), f"--{name}") for word in argv):
+            raise BadInput(f"{flag(name)} is no setting any more: {instead}")
     defaults = load_yaml(files[0]) if files else {}
     fields: dict[str, Any] = {
         "command": (command, command()),

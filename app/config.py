@@ -49,6 +49,14 @@ WEIGHTS_SUFFIXES = (".safetensors", ".pt", ".pth")
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
+# Settings that are gone, each with what to use now.
+REPLACED = {
+    "grad_accumulation": (
+        "use micro_batch_size (--micro-batch-size), the most samples that a worker computes at a time: "
+        "batch_size / num_workers / grad_accumulation"
+    )
+}
+
 # Validation context: check each setting alone, since flags may still change the others.
 ALONE = "alone"
 
@@ -247,8 +255,12 @@ class Config(BaseModel):
         None, "training", "Stop after this many optimizer steps, if that comes first.", effect="length", ge=1
     )
     batch_size: int = setting(128, "training", "Samples in one optimizer step, over all workers together.", ge=1)
-    grad_accumulation: int = setting(
-        1, "training", "Parts a worker cuts its share of the batch into, to save memory.", effect="free", ge=1
+    micro_batch_size: int | None = setting(
+        None,
+        "training",
+        "Most samples that a worker computes in one forward and backward pass, to save memory; the gradients of a "
+        "step are added up. Default: its whole share of the batch.",
+        ge=1,
     )
     optimizer: Literal["sgd", "adam", "adamw"] = setting("adamw", "training", "The update rule.")
     lr: float = setting(2e-3, "training", "Peak learning rate.", gt=0)
@@ -555,6 +567,8 @@ def did_you_mean(word: str, known: Any) -> str:
 def explain(detail: ErrorDetails) -> str:
     """One of pydantic's errors in our words: the flag, the value and what is allowed."""
     field, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
+    if field in REPLACED:
+        return f"{field} is no setting any more: {REPLACED[field]}"
     if detail["type"] == "extra_forbidden":
         return f"{field} is no setting{did_you_mean(field, Config.model_fields)} (--help lists them)"
     allowed = {

@@ -10,7 +10,7 @@ from ray.train import UserCallback
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
-LESS_MEMORY = "lower --batch-size or --in-memory-mb, raise --grad-accumulation, or use fewer workers on a node"
+LESS_MEMORY = "lower --batch-size, --micro-batch-size or --in-memory-mb, or use fewer workers on a node"
 
 
 class TellFailures(UserCallback):
@@ -20,8 +20,9 @@ class TellFailures(UserCallback):
         self._tracker = tracker
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        counts = not any(_is_preempted(failure) for failure in worker_exceptions.values())
-        self._tracker.workers_lost.remote(why(WorkerGroupError("", worker_exceptions)), counts)
+        failures = worker_exceptions.values()
+        counts, out_of_memory = not any(map(_is_preempted, failures)), any(map(_was_killed_for_memory, failures))
+        self._tracker.workers_lost.remote(why(WorkerGroupError("", worker_exceptions)), counts, out_of_memory)
 
 
 def why(error: TrainingFailedError) -> str:
@@ -35,11 +36,13 @@ def why(error: TrainingFailedError) -> str:
 
 
 def why_a_worker(failure: Exception) -> tuple[str, bool]:
-    """What happened to a worker, and whether its process died, rather than the training in it."""
+    """What happened to a worker, and whether that is a cause, rather than a consequence of another worker's end."""
     cause = _cause(failure)
     text = str(cause).strip() or type(cause).__name__
-    if isinstance(cause, OutOfMemoryError) or "OutOfMemory" in text or "low on memory" in text:
+    if _was_killed_for_memory(failure):
         return f"was killed because its node ran out of memory; {LESS_MEMORY}", True
+    if _ran_out_of_memory(cause):
+        return f"ran out of memory ({text.splitlines()[-1]}); {LESS_MEMORY}", True
     if isinstance(cause, NodeDiedError):
         return "was lost with its node", True
     if "third_party/gloo" in text:
@@ -59,6 +62,19 @@ def why_lost(error: RayError) -> str:
 
 def _cause(failure: Exception) -> Exception:
     return failure.health_check_failure if isinstance(failure, WorkerHealthCheckFailedError) else failure
+
+
+def _was_killed_for_memory(failure: Exception) -> bool:
+    """Whether Ray's memory monitor ended the worker."""
+    cause = _cause(failure)
+    told = isinstance(cause, RayError) and ("OutOfMemory" in str(cause) or "low on memory" in str(cause))
+    return isinstance(cause, OutOfMemoryError) or told
+
+
+def _ran_out_of_memory(cause: Exception) -> bool:
+    """Whether the worker raised MemoryError or torch.OutOfMemoryError, by its name: torch is not imported here."""
+    raised = getattr(cause, "_base_exc", cause)  # Ray Train's UserExceptionWithTraceback has no public access to it
+    return type(raised).__name__ in ("MemoryError", "OutOfMemoryError")
 
 
 def _is_preempted(failure: Exception) -> bool:

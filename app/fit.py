@@ -54,12 +54,15 @@ MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"
 DELIVERY_S, UNREACHABLE_S = 180.0, 5.0
 
 
-def fit(config: Config, verbose: bool = False, start_over: bool = False) -> tuple[Summary, int]:
+def fit(
+    config: Config, verbose: bool = False, start_over: bool = False, began: float | None = None
+) -> tuple[Summary, int]:
     """Train, or continue, the run that the config names. Return how it ended and the exit code.
 
-    start_over: discard what there is of the run first. Raises BadInput for anything that cannot work; nothing of an
-    earlier run is lost by it.
+    start_over: discard what there is of the run first. began: when the command did, in seconds since 1970, for the
+    summary; default: now. Raises BadInput for anything that cannot work; nothing of an earlier run is lost by it.
     """
+    began = time.time() if began is None else began
     phases = Phases.of_this_process() if verbose else NO_PHASES
     phases("the settings are read")
     display = Display(phases)
@@ -104,7 +107,7 @@ def fit(config: Config, verbose: bool = False, start_over: bool = False) -> tupl
         phases("what trains is imported")
         try:
             outcome = train(config, cluster, tracker, display, interrupt)
-            summary = finish(config, outcome, tracker, display, interrupt)
+            summary = finish(config, outcome, tracker, display, interrupt, began)
         except RayError as error:  # not a worker's, which Ray Train handles: the Tracker's, which is on this node
             close_without_tracker(config, tracking_uri)
             raise TrainingFailed(f"{why_lost(error)}; the same command goes on from the last checkpoint") from error
@@ -223,19 +226,22 @@ def as_far_as_saved(config: Config, outcome: "Outcome") -> "Outcome":
         epoch=position.epoch,
         step=position.step,
         samples_seen=position.samples_seen,
+        run_train_seconds=position.train_seconds,
         # of another checkpoint than the best, which is lost, nobody can measure them here
         metrics=position.best.metrics() if best == named else {},
     )
 
 
-def finish(config: Config, outcome: "Outcome", tracker: Any, display: Display, interrupt: Interrupt) -> Summary:
+def finish(
+    config: Config, outcome: "Outcome", tracker: Any, display: Display, interrupt: Interrupt, began: float
+) -> Summary:
     """Close the MLflow run and wait for its records to be delivered."""
     import ray
 
     best = outcome.checkpoint if outcome.status == "finished" else None
     ray.get(tracker.finish.remote(MLFLOW_STATUS[outcome.status], best))
     state = wait_for_delivery(tracker, run_storage(config).root, display, interrupt)
-    return concluded(config, outcome, state.run_id)
+    return concluded(config, outcome, state.run_id, time.time() - began)
 
 
 def wait_for_delivery(tracker: Any, root: str, display: Display, interrupt: Interrupt) -> DeliveryState:
@@ -259,8 +265,8 @@ def wait_for_delivery(tracker: Any, root: str, display: Display, interrupt: Inte
     return state
 
 
-def concluded(config: Config, outcome: "Outcome", run_id: str | None) -> Summary:
-    """Write down how the run ended."""
+def concluded(config: Config, outcome: "Outcome", run_id: str | None, seconds: float) -> Summary:
+    """Write down how the run ended, after so many seconds of the command."""
     if outcome.checkpoint is None:  # the workers could not say
         outcome = as_far_as_saved(config, outcome)
     summary = Summary(
@@ -272,6 +278,8 @@ def concluded(config: Config, outcome: "Outcome", run_id: str | None) -> Summary
         step=outcome.step,
         samples_seen=outcome.samples_seen,
         samples_per_s=outcome.samples_per_s,
+        seconds=seconds,
+        train_seconds=outcome.run_train_seconds,
         metrics=outcome.metrics,
         error=outcome.error,
     )

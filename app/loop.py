@@ -22,6 +22,7 @@ from app.data.sampling import Schedule
 from app.distributed import PendingSum, World, broadcast_from_rank_zero, derive_seed, gather_texts
 from app.errors import NonFiniteLoss, TooManyBadSamples
 from app.metrics import Evaluation, EvaluationSums
+from app.micro_batches import num_micro_batches
 from app.optim import learning_rate
 
 
@@ -136,8 +137,7 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     totals = torch.zeros(4, dtype=torch.float64, device=training.device)
     totals[2], totals[3] = float(stop), float(counted)
     pending = None
-    # As many parts on every rank: synchronized batch norm is a collective in each forward pass.
-    num_parts = max(1, min(config.grad_accumulation, batch["global_count"] // training.world.size))
+    num_parts = num_micro_batches(batch["global_count"], training.world.size, config.micro_batch_size)
     parts = np.array_split(np.arange(counted), num_parts)
     for number, part in enumerate(parts):
         last = number == len(parts) - 1

@@ -97,8 +97,10 @@ class EvaluationSums:
 
 @dataclass
 class Window:
-    """Running sums since the last record of train metrics. Saved in checkpoints: a resumed run's next
-    record then covers the steps of the uninterrupted one's."""
+    """Sum up the steps since the last record of train metrics, or of an epoch.
+
+    Saved in checkpoints: a resumed run's next record then covers the steps of the uninterrupted one's.
+    """
 
     loss: float = 0.0
     correct: float = 0.0
@@ -114,6 +116,10 @@ class Window:
         self.steps += 1
         self.seconds += seconds
         self.data_seconds += data_seconds
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """Return the means over all samples of the epoch, each in the state of training in which it was seen."""
+        return {"train/epoch_loss": self.loss / self.count, "train/epoch_accuracy": self.correct / self.count}
 
     def metrics(self) -> dict[str, float]:
         return {

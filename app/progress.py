@@ -22,7 +22,8 @@ LOOK_EVERY_S = 0.2
 
 
 class Display:
-    """show() is called often; it draws in place, or prints a line at an interval and at each epoch's end."""
+    """Show progress: epoch_ended() prints a line; show() is called often and draws one in place, or prints one at an
+    interval."""
 
     def __init__(self, phases: Phases = NO_PHASES) -> None:
         self.console, self.phases = console(), phases
@@ -45,6 +46,11 @@ class Display:
     def validated(self, validation: Validation) -> None:
         """Shown with the live line; a sweep's trial hands it on."""
 
+    def epoch_ended(self, live: Live) -> None:
+        """Print a line with the numbers of the whole epoch."""
+        self._printed, self._printed_at = live, time.monotonic()
+        self.console.print(Text(self._line(live, self._printed_at, "train/epoch_")))
+
     def waiting(self, text: str) -> None:
         """For a terminal only: what is being waited for."""
         if self.console.is_terminal:
@@ -63,24 +69,23 @@ class Display:
         if self.console.is_terminal:
             self._live.update(line, refresh=True)
             return
-        new_epoch = self._printed is None or live["epoch"] != self._printed["epoch"]
-        if live != self._printed and (new_epoch or now - self._printed_at >= PLAIN_EVERY_S):
+        if live != self._printed and (self._printed is None or now - self._printed_at >= PLAIN_EVERY_S):
             self._printed, self._printed_at = live, now
             self.console.print(line)
 
-    def _line(self, live: Live, now: float) -> str:
+    def _line(self, live: Live, now: float, train: str = "train/") -> str:
+        """train: what the keys of the training metrics to show begin with."""
         metrics = live["metrics"]
         parts = [f"epoch {live['epoch']}/{live['epochs']}", f"step {live['step']}/{live['total_steps']}"]
         for key, name, form in (
-            ("train/loss", "loss", ".4f"),
-            ("train/accuracy", "accuracy", ".4f"),
+            (f"{train}loss", "loss", ".4f"),
+            (f"{train}accuracy", "accuracy", ".4f"),
             ("val/accuracy", "val", ".4f"),
             ("perf/samples_per_s", "samples/s", ",.0f"),
         ):
             if key in metrics:
                 parts.append(f"{name} {metrics[key]:{form}}")
-        assert self._first_step is not None
-        started, first = self._first_step
+        started, first = self._first_step or (now, live["step"])
         if live["step"] > first:
             left = (now - started) / (live["step"] - first) * (live["total_steps"] - live["step"])
             parts.append(f"{int(left // 60)}:{int(left % 60):02d} left")

@@ -21,6 +21,7 @@ from app.data.cache import progress
 from app.data.loader import Batch
 from app.data.sampling import Schedule
 from app.distributed import World
+from app.micro_batches import ForwardPass
 from app.spool import SYSTEM, SYSTEM_EVERY_S
 from app.tracking import LIVE_EVERY_S, Live, Stop, Validation
 from app.watchdog import Watchdog
@@ -65,6 +66,7 @@ class Reporter:
         timeouts = (setup_timeout_s, hang_timeout_s)
         self._watchdog = Watchdog(*timeouts, f"rank {world.rank}", self._hung, ends_process=left is None)
         self._live_at = 0.0
+        self._is_training = False
         self._metrics: dict[str, float] = {}
         self.stop: Stop | None = None  # on rank 0; the loop tells the others
         self._closed = threading.Event()
@@ -96,6 +98,7 @@ class Reporter:
     def alive(self) -> None:
         """Record a step: to be called more often than every hang_timeout_s, from the first step on. Raises Left."""
         self._refuse_left()
+        self._is_training = True
         self._watchdog.step()
 
     def beat(self) -> None:
@@ -128,10 +131,12 @@ class Reporter:
     def saved(self, step: int, seconds: float) -> None:
         """A checkpoint, and how long it took beside the training."""
         self.metrics(step, {"perf/checkpoint_s": seconds})
+        if step:
+            self._tracker.saved.remote()
 
-    def live(self, step: int, schedule: Schedule, now: bool) -> None:
-        """Where the run stands, for the terminal; not more often than it is looked at, unless now."""
-        if not self.is_rank_zero or not (now or time.perf_counter() - self._live_at > LIVE_EVERY_S):
+    def live(self, step: int, schedule: Schedule, epoch_ended: bool) -> None:
+        """Where the run stands, for the terminal: at each epoch's end, and else as often as it is looked at."""
+        if not self.is_rank_zero or not (epoch_ended or time.perf_counter() - self._live_at > LIVE_EVERY_S):
             return
         self._live_at = time.perf_counter()
         self._tracker.live.remote(
@@ -141,7 +146,8 @@ class Reporter:
                 epoch=schedule.epochs_begun(step),
                 epochs=schedule.epochs_begun(schedule.total_steps),
                 metrics=self._metrics,
-            )
+            ),
+            epoch_ended,
         )
 
     def validated(self, step: int, schedule: Schedule, metrics: dict[str, float]) -> None:
@@ -183,6 +189,22 @@ class Reporter:
     def fail(self, message: str, exit_code: int) -> None:
         """From any rank: starting the workers again would not help."""
         ray.get(self._tracker.fail.remote(message, exit_code))
+
+    def micro_batch_size(self) -> int | None:
+        """The most samples in a forward pass, since an earlier one ran out of memory."""
+        return ray.get(self._tracker.micro_batch_size.remote())
+
+    def forward_pass(self, forward_pass: ForwardPass) -> None:
+        """What a step will compute at a time: known to the Tracker before it can run out of memory."""
+        ray.get(self._tracker.forward_pass.remote(forward_pass))
+
+    def out_of_memory(self, reason: str) -> None:
+        """From any rank. Smaller micro-batches help only where samples are computed: from the first step on."""
+        if self._is_training:
+            ray.get(self._tracker.out_of_memory.remote(reason))
+        else:
+            advice = "use a smaller --model, lower --in-memory-mb, or use fewer workers on a node"
+            self.fail(f"out of memory before the first step ({reason}); {advice}", 1)
 
     def raised(self, rank: int, stack: str) -> None:
         """From any rank: an exception, after which the workers are started again."""

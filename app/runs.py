@@ -38,7 +38,8 @@ LENGTH_DEPENDENT_SCHEDULES = ("cosine", "linear")
 class Summary:
     """How a run ended: the JSON line for programs.
 
-    checkpoint: the best one, a folder; epoch: epochs begun; metrics: of the best checkpoint.
+    checkpoint: the best one, a folder; epoch: epochs begun; metrics: of the best checkpoint. seconds: wall clock of the
+    command; train_seconds: time in the run's training steps, over all its commands, each step counted once.
     """
 
     run_name: str
@@ -49,6 +50,8 @@ class Summary:
     step: int
     samples_seen: int
     samples_per_s: float | None
+    seconds: float | None = None
+    train_seconds: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
 

@@ -19,6 +19,7 @@ from app.data.splits import Splits
 from app.data.tokens import same_tokens
 from app.distributed import World, derive_seed
 from app.errors import BadInput
+from app.micro_batches import smallest_pass
 from app.models.build import build_model, preprocessing
 from app.runs import find_checkpoint
 from app.storage import Storage
@@ -95,17 +96,22 @@ def check_smallest_part(network: nn.Module, config: Config, info: DataInfo, sche
     """Raise BadInput if batch norm cannot train on the fewest samples that a forward pass will get."""
     if config.sync_batchnorm:
         return  # its statistics are over all workers, and it does not run on the CPU, where the network still is
-    smallest = schedule.smallest_batch // config.max_workers // config.grad_accumulation
+    counts = {*schedule.leftovers, *([schedule.batch_size] if schedule.num_full else [])}
+    smallest = min(
+        smallest_pass(count, num_workers, config.micro_batch_size)
+        for count in counts
+        for num_workers in range(config.min_workers, config.max_workers + 1)
+    )
     if smallest > 1 or not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules()):
         return
     try:
         copy.deepcopy(network).train()(preprocessing(info)(info.example(1)))
     except ValueError as error:  # 'Expected more than 1 value per channel when training'
         raise BadInput(
-            f"--batch-size {config.batch_size}: an epoch's smallest batch has {schedule.smallest_batch} samples, of "
-            f"which a worker computes one by itself at --num-workers {config.num_workers} and --grad-accumulation "
-            f"{config.grad_accumulation}, and {config.model}'s batch norm cannot train on one; change one of the "
-            "three, or leave such batches out with --drop-last"
+            f"--batch-size {config.batch_size}: with --num-workers {config.num_workers} and --micro-batch-size "
+            f"{config.micro_batch_size}, a worker computes one sample by itself in some forward passes (an epoch's "
+            f"smallest batch has {schedule.smallest_batch} samples), and {config.model}'s batch norm cannot train on "
+            "one; change one of the three, or leave small batches out with --drop-last"
         ) from error
 
 
@@ -209,7 +215,9 @@ def training_loader(
 
 def evaluation_loader(config: Config, samples: SampleSet, world: World, device: torch.device) -> DataLoader:
     """Every sample once, this rank's part. Batches are larger: no backward pass needs memory."""
-    batch_size = max(1, 4 * config.batch_size // config.grad_accumulation)
+    batch_size = 4 * config.batch_size
+    if config.micro_batch_size is not None:
+        batch_size = min(batch_size, 4 * config.micro_batch_size * world.size)
     batches = EvaluationBatches(len(samples.labels), batch_size, world, samples.facts.groups)
     return build_loader(samples, batches, **_reading(config, samples, device))
 

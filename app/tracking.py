@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Generic, Literal, TypedDict, TypeVar
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from app.deliver import Target, deliver
 from app.errors import BadInput, TrainingFailed
+from app.micro_batches import ForwardPass
 from app.record import BAD_SAMPLES, restore, snapshot, store_rest
 from app.spool import SPOOL, Spool, read_records, sent_offset
 from app.storage import Storage
@@ -35,7 +36,7 @@ LIVE_EVERY_S = 0.5
 # niceness is Ray's 15.
 BEHIND_TRAINING = 19
 # Kept for a terminal that does not look, of which a sweep's trials have none.
-MOST_EVENTS = 10_000
+MOST_EVENTS, MOST_EPOCHS = 10_000, 100
 # A Tracker that is restarted counts events and validations from a number above those of its earlier process.
 PER_START = 10**12
 # A sweep's Tracker delivers many runs: pictures and models are not made by two threads at once.
@@ -68,8 +69,8 @@ class Validation(TypedDict):
 class Progress:
     """Where the run stands; live is None while no worker trains. events: those that were not seen yet, of
     events_seen in all; validations likewise. nodes: the ids of those that workers run on. failures: times
-    that workers were lost. stop: what was asked for. hung: what is said of a training in the driver's process that
-    hangs."""
+    that workers were lost. epochs: where it stood at each end of an epoch that was not seen yet, of epochs_seen in all.
+    stop: what was asked for. hung: what is said of a training in the driver's process that hangs."""
 
     live: Live | None
     events: list[str]
@@ -80,6 +81,8 @@ class Progress:
     validations_seen: int = 0
     stop: Stop | None = None
     hung: str | None = None
+    epochs: tuple[Live, ...] = ()
+    epochs_seen: int = 0
 
 
 @dataclass
@@ -87,7 +90,8 @@ class State:
     """What a Tracker that is restarted has to know, since nobody repeats it: kept in a file.
 
     starts: how often a Tracker was started on the folder. failure: message and exit code. unread: validations that
-    the driver may not have seen.
+    the driver may not have seen. micro_batch_size: the most samples in a forward pass since one ran out of memory.
+    forward_pass: those of the workers that train now; None if it is not known, or ran out of memory.
     """
 
     starts: int = 0
@@ -97,6 +101,8 @@ class State:
     hung: str | None = None
     nodes: list[str] = field(default_factory=list)
     unread: list[Validation] = field(default_factory=list)
+    micro_batch_size: int | None = None
+    forward_pass: ForwardPass | None = None
 
     def save(self, folder: Path) -> None:
         path = os.path.join(folder, STATE)  # a Path is several times as expensive, and this is called often
@@ -107,7 +113,10 @@ class State:
 
 def load_state(folder: Path) -> State:
     try:
-        return State(**json.loads((folder / STATE).read_text()))
+        state = State(**json.loads((folder / STATE).read_text()))
+        if isinstance(state.forward_pass, dict):
+            state.forward_pass = ForwardPass(**state.forward_pass)
+        return state
     except FileNotFoundError:
         return State()
     except ValueError:  # cut off by a power failure, which has ended the command that it was of
@@ -162,6 +171,7 @@ class Tracker:
         self._validations = Unread[Validation](count=self._state.starts * PER_START)
         for validation in self._state.unread:
             self._validations.append(validation)
+        self._epochs = Unread[Live](most=MOST_EPOCHS, count=self._state.starts * PER_START)
         self._raised = False  # in this attempt
         self._state.starts += 1
         self._save()
@@ -187,8 +197,10 @@ class Tracker:
             self._state.nodes.append(node_id)
             self._save()
 
-    def live(self, live: Live) -> None:
+    def live(self, live: Live, epoch_ended: bool = False) -> None:
         self._live = live
+        if epoch_ended:
+            self._epochs.append(live)
 
     def validated(self, validation: Validation) -> None:
         self._validations.append(validation)
@@ -220,6 +232,46 @@ class Tracker:
 
     def failure(self) -> tuple[str, int] | None:
         return None if (failure := self._state.failure) is None else (failure[0], failure[1])  # JSON has no tuples
+
+    def micro_batch_size(self) -> int | None:
+        """The most samples in a forward pass since one ran out of memory; None if none did."""
+        return self._state.micro_batch_size
+
+    def forward_pass(self, forward_pass: ForwardPass) -> None:
+        """Workers are about to train."""
+        self._set_forward_pass(forward_pass)
+
+    def saved(self) -> None:
+        """A checkpoint of steps of these workers is whole."""
+        known = self._state.forward_pass
+        if known is not None and known.trained != known.samples:
+            self._set_forward_pass(replace(known, trained=known.samples))
+
+    def out_of_memory(self, reason: str = "") -> None:
+        """Have the next workers continue from the checkpoint with smaller micro-batches.
+
+        Without a checkpoint of any steps, or with one sample in a forward pass, the run fails. Called for each worker
+        that ran out of memory: the first call decides. reason: the error that it raised; empty if it was killed, which
+        may be another process's fault, so that a run without steps is started again as it is.
+        """
+        ran_out = self._state.forward_pass
+        if ran_out is None:
+            return
+        self._set_forward_pass(None)
+        detail = f" ({reason})" if reason else ""
+        if ran_out.samples == 1:
+            self.fail(f"out of memory at {ran_out}{detail}: no micro-batch is smaller; give each worker more memory", 1)
+        elif ran_out.trained:
+            self._set_forward_pass(None, ran_out.smaller)
+            self.event(f"out of memory at {ran_out}: continuing with {ran_out.smaller}")
+            self.tags({"micro_batch_size": str(ran_out.smaller)})
+        elif reason:
+            self.fail(f"out of memory at {ran_out}{detail}; lower --micro-batch-size or --batch-size", 1)
+
+    def _set_forward_pass(self, forward_pass: ForwardPass | None, micro_batch_size: int | None = None) -> None:
+        self._state.forward_pass = forward_pass
+        self._state.micro_batch_size = micro_batch_size or self._state.micro_batch_size
+        self._save()  # where memory runs out, Ray may end the Tracker's process as well
 
     def hung(self, text: str, stacks: str, in_driver: bool = False) -> None:
         """A worker that makes no steps, with the stacks of its threads."""
@@ -274,13 +326,15 @@ class Tracker:
 
     # called by Ray Train's controller
 
-    def workers_lost(self, reason: str, counts: bool) -> None:
-        """counts: as a failure, of which a run has --max-failures."""
+    def workers_lost(self, reason: str, counts: bool, out_of_memory: bool = False) -> None:
+        """counts: as a failure, of which a run has --max-failures. out_of_memory: Ray ended one for its memory."""
         self._live, self._state.nodes = None, []
         self._state.failures += counts
         self._save()
         if self._state.failure is None:  # else it is known, and the workers were ended for it
             self.event(reason)
+        if out_of_memory:
+            self.out_of_memory()
 
     # called by the driver
 
@@ -323,9 +377,9 @@ class Tracker:
             self._state.stop = how
             self._save()
 
-    def progress(self, events_seen: int, validations_seen: int = 0) -> Progress:
-        """With what came after the first events_seen events and the first validations_seen validations, which
-        are forgotten."""
+    def progress(self, events_seen: int, validations_seen: int = 0, epochs_seen: int = 0) -> Progress:
+        """With what came after the first events_seen events, validations_seen validations and epochs_seen ends of
+        epochs, which are forgotten."""
         validations = self._validations.after(validations_seen)
         if len(validations) < len(self._state.unread):
             self._save()
@@ -339,6 +393,8 @@ class Tracker:
             self._validations.count,
             self._state.stop,
             self._state.hung,
+            tuple(self._epochs.after(epochs_seen)),
+            self._epochs.count,
         )
 
     def finish(self, status: str, checkpoint: str | None) -> None:

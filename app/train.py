@@ -6,6 +6,7 @@ Parse, check, train on Ray, and say how it ended: a table for the person, then o
 import sys
 from collections.abc import Sequence
 
+import psutil
 from pydantic import BaseModel, Field
 
 from app.cli import parse_config, run_main
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         return check(resolved(config), command.verbose)
     from app.fit import fit
 
-    summary, exit_code = fit(config, command.verbose, command.start_over)
+    summary, exit_code = fit(config, command.verbose, command.start_over, psutil.Process().create_time())
     report(summary)
     return exit_code
 

@@ -23,11 +23,12 @@ from app.data.datasets import load_splits
 from app.data.loader import Batch
 from app.data.sampling import Order, Schedule, build_order, build_schedule
 from app.data.splits import Splits
-from app.distributed import any_rank, current_world, from_rank_zero, gather_texts
+from app.distributed import World, any_rank, current_world, from_rank_zero, gather_texts
 from app.errors import BadInput, FailedTogether, NonFiniteLoss, TrainingFailed, Unavailable, plain_message
 from app.fingerprint import fingerprint_rank, refuse_disagreement
 from app.loop import Training, evaluate, refuse_unreadable, train
 from app.metrics import Evaluation, Window
+from app.micro_batches import ForwardPass, samples_per_pass
 from app.models.build import preprocessing
 from app.nodes import Here, refuse_other_node
 from app.optim import build_optimizer, learning_rate
@@ -92,7 +93,7 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
             reporter.fail(plain_message(error), 2 if isinstance(error, BadInput) else 1)
             raise
         except (MemoryError, torch.OutOfMemoryError) as error:  # the same work again would need as much
-            reporter.fail(f"out of memory ({error}); lower --batch-size or raise --grad-accumulation", 1)
+            reporter.out_of_memory(str(error) or type(error).__name__)
             raise
         except Exception:  # of the user's own code or a lost connection: told, and raised for Ray Train to start anew
             reporter.raised(current_world().rank, traceback.format_exc())
@@ -132,6 +133,9 @@ def run(
     if checkpoint is not None:
         reporter.event(f"going on from {checkpoint.path}, after step {checkpoint.position.step}")
     config = with_precision(config, checkpoint, device, reporter)
+    position = checkpoint.position if checkpoint else Position(order=order.digest)
+    trained, config_to_save = position.samples_per_pass, config
+    config, per_pass = with_micro_batches(config, network, splits, schedule, world, reporter, trained)
     model = ray.train.torch.prepare_model(network, parallel_strategy_kwargs=ddp_options(config))
     set_up_ddp(model, config, clock)
     optimizer = build_optimizer(config, list(network.parameters()))
@@ -149,7 +153,6 @@ def run(
         ema=build_ema(config, network, checkpoint),
         clock=clock,
     )
-    position = checkpoint.position if checkpoint else Position(order=order.digest)
     # Left alone, prepare_data_loader would put a padding DistributedSampler of seed 0 in the place of
     # our order and batches: it moves batches to the device, and nothing else.
     to_device = partial(ray.train.torch.prepare_data_loader, add_dist_sampler=False)
@@ -160,7 +163,7 @@ def run(
     error, seen_before, train_seconds = None, position.samples_seen, 0.0
     latest: dict[str, float] = {}
     told = (reporter.snapshot, reporter.saved, reporter.event)
-    with CheckpointWriter(storage, config, splits.info, *told, enabled=world.rank == 0) as writer:
+    with CheckpointWriter(storage, config_to_save, splits.info, *told, enabled=world.rank == 0) as writer:
         writer.discard_after(position.step)
         if checkpoint is None:
             writer.save(position, network, optimizer, training.ema)  # there is always one to go back to
@@ -179,7 +182,10 @@ def run(
                 position.epoch = schedule.epochs_begun(position.step)
                 position.samples_seen += result.count
                 position.bad_samples = result.bad_samples
-                position.window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
+                position.samples_per_pass = per_pass
+                for window in (position.window, position.epoch_window):
+                    window.add(result.loss, result.correct, result.count, result.seconds, result.data_seconds)
+                position.train_seconds += result.seconds
                 train_seconds += result.seconds
                 last = position.step == schedule.total_steps
                 epoch_ended = last or position.step % schedule.steps_per_epoch == 0
@@ -190,6 +196,12 @@ def run(
                     with clock.part("tracking"):
                         reporter.metrics(position.step, {**position.window.metrics(), "lr": rate})
                     position.window = Window()
+
+                if epoch_ended:  # or the run, in mid-epoch: then of the epoch so far
+                    with clock.part("tracking"):
+                        reporter.metrics(position.step, position.epoch_window.epoch_metrics())
+                if position.step % schedule.steps_per_epoch == 0:
+                    position.epoch_window = Window()
 
                 # at an epoch's end, and in between if that is asked for: evaluate
                 improved = False
@@ -204,7 +216,7 @@ def run(
                         reporter.metrics(position.step, {**latest, "epoch": position.step / schedule.steps_per_epoch})
                     improved = position.best.update(position.step, validation.accuracy, validation.loss, epoch_ended)
                 with clock.part("tracking"):
-                    reporter.live(position.step, schedule, now=epoch_ended)
+                    reporter.live(position.step, schedule, epoch_ended)
 
                 # when it is due: save
                 due = validated if config.checkpoint_every is None else position.step % config.checkpoint_every == 0
@@ -248,6 +260,7 @@ def run(
         samples_seen=position.samples_seen,
         samples_per_s=(position.samples_seen - seen_before) / train_seconds if train_seconds else None,
         train_seconds=train_seconds,
+        run_train_seconds=position.train_seconds,
         metrics=metrics,
         error=error,
         exit_code=1 if status == "failed" else 0,
@@ -265,6 +278,38 @@ def with_precision(config: Config, checkpoint: Checkpoint | None, device: torch.
         precision = "fp32" if any_rank(not is_fast_at_bf16(device), device) else "bf16"
     reporter.precision(precision)
     return config.model_copy(update={"precision": precision})
+
+
+def with_micro_batches(
+    config: Config,
+    network: torch.nn.Module,
+    splits: Splits,
+    schedule: Schedule,
+    world: World,
+    reporter: Reporter,
+    trained: int,
+) -> tuple[Config, int]:
+    """The config with smaller micro-batches where earlier workers ran out of memory, and the samples of a pass.
+
+    trained: the samples of a pass in the checkpoint's last step, 0 if it has none. Rank 0 decides for all. Raises
+    TrainingFailed on every rank if batch norm cannot train on so few samples.
+    """
+    full = schedule.batch_size if schedule.num_full else max(schedule.leftovers)
+    decided = None
+    if reporter.is_rank_zero:
+        sizes = [size for size in (config.micro_batch_size, reporter.micro_batch_size()) if size is not None]
+        decided = min(sizes, default=None)
+        samples = samples_per_pass(full, world.size, decided)
+        reporter.forward_pass(ForwardPass(samples, world.size, trained))
+    told = from_rank_zero(None if decided is None else str(decided))
+    size = None if told is None else int(told)
+    if size != config.micro_batch_size:
+        config = config.model_copy(update={"micro_batch_size": size})
+        try:
+            check_smallest_part(network, config, splits.info, schedule)
+        except BadInput as error:
+            raise TrainingFailed(f"out of memory, and there are no smaller micro-batches to try: {error}") from error
+    return config, samples_per_pass(full, world.size, size)
 
 
 def asked_to_stop(reporter: Reporter, clock: StepClock) -> bool:

@@ -188,7 +188,7 @@ def tracking(data: Path, rounds: int) -> Iterator[Row]:
                 if result.step % config.log_every == 0:
                     reporter.metrics(result.step, window.metrics())
                     window = Window()
-                reporter.live(result.step, training.schedule, now=False)
+                reporter.live(result.step, training.schedule, epoch_ended=False)
             return count
 
         yield compared(

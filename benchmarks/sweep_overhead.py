@@ -49,7 +49,7 @@ def with_a_trainer_each(trials: int, folder: Path) -> list[float]:
             begin(config, None)
             tracker = start_tracker(config, None)
             outcome = train(config, cluster, tracker, display, Interrupt())
-            concluded(config, outcome, None)
+            concluded(config, outcome, None, time.perf_counter() - began)
             costs.append(time.perf_counter() - began - outcome.train_seconds)
     return costs
 

@@ -5,16 +5,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.train import FailureConfig
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from app import attempts
 from app.attempts import ClusterWatch, is_here
 from app.cluster import Cluster
 from app.config import Config
-from app.failures import LESS_MEMORY, why, why_lost
+from app.failures import LESS_MEMORY, TellFailures, why, why_lost
 from app.interrupt import Interrupt
 from app.outcome import Outcome
 from app.progress import Display
@@ -31,6 +36,14 @@ CUT_OFF = RuntimeError("[/__w/pytorch/third_party/gloo/pair.cc:545] Connection r
         ({0: CUT_OFF, 1: DIED}, "rank 1 died: its process was killed or crashed"),  # the cause, not what follows
         ({0: CUT_OFF}, "rank 0 lost the connection to another worker"),
         ({2: ValueError("one\ntwo")}, "rank 2 failed: two"),
+        ({0: MemoryError()}, f"rank 0 ran out of memory (MemoryError); {LESS_MEMORY}"),
+        (
+            {
+                0: CUT_OFF,
+                1: UserExceptionWithTraceback(torch.OutOfMemoryError("CUDA"), "at line 1\nCUDA out of memory"),
+            },
+            f"rank 1 ran out of memory (CUDA out of memory); {LESS_MEMORY}",
+        ),
         (
             {0: WorkerHealthCheckFailedError("", OutOfMemoryError("killed"))},
             f"rank 0 was killed because its node ran out of memory; {LESS_MEMORY}",
@@ -39,6 +52,17 @@ CUT_OFF = RuntimeError("[/__w/pytorch/third_party/gloo/pair.cc:545] Connection r
 )
 def test_the_cause_of_a_failed_attempt(failures: dict[int, Exception], told: str) -> None:
     assert why(WorkerGroupError("", failures)) == told
+
+
+@pytest.mark.parametrize(
+    ("failure", "for_memory"), [(OutOfMemoryError("killed"), True), (RayActorError(), False), (MemoryError(), False)]
+)
+def test_the_tracker_is_told_of_a_worker_that_was_killed_for_memory(failure: Exception, for_memory: bool) -> None:
+    """What a worker raises it tells itself."""
+    told: list[Any] = []
+    tracker = SimpleNamespace(workers_lost=SimpleNamespace(remote=lambda *args: told.append(args)))
+    TellFailures(tracker).after_exception(None, {0: CUT_OFF, 1: WorkerHealthCheckFailedError("", failure)})
+    assert [args[1:] for args in told] == [(True, for_memory)]
 
 
 def test_workers_that_could_not_be_started() -> None:

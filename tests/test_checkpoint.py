@@ -42,14 +42,26 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return network, optimizer
 
 
+def position_at(step: int, best: int = 0) -> Position:
+    return Position(
+        step,
+        Best(min(best, step), 0.5, 1.0),
+        Window(loss=1.5, steps=2),
+        epoch=1,
+        samples_seen=10 * step,
+        order="order",
+        bad_samples=3,
+        samples_per_pass=32,
+        epoch_window=Window(loss=4.5, steps=step),
+        train_seconds=1.25,
+    )
+
+
 def write(storage: Storage, *steps: int, best: int = 0, keep: int = 2, ema: nn.Module | None = None) -> None:
     network, optimizer = trained()
     with CheckpointWriter(storage, Config(keep_checkpoints=keep), INFO) as writer:
         for step in steps:
-            position = Position(
-                step, Best(min(best, step), 0.5, 1.0), Window(loss=1.5, steps=2), 1, 10 * step, "order", 3
-            )
-            writer.save(position, network, optimizer, ema)
+            writer.save(position_at(step, best), network, optimizer, ema)
 
 
 @pytest.fixture(params=["path", "uri"])
@@ -68,7 +80,7 @@ def test_what_is_saved_is_loaded(storage: Storage) -> None:
     write(storage, 7, ema=ema)
     network, optimizer = trained()
     checkpoint = load_checkpoint(storage, "checkpoint-000000007", INFO)
-    assert checkpoint.position == Position(7, Best(0, 0.5, 1.0), Window(loss=1.5, steps=2), 1, 70, "order", 3)
+    assert checkpoint.position == position_at(7)
     assert checkpoint.config == Config()
     assert checkpoint.info == INFO
     for name, tensor in ema.state_dict().items():

@@ -173,7 +173,7 @@ def test_a_delay_is_in_the_part_that_it_was_put_into(slow: str, settings: dict[s
     expect(found, part)
 
 
-@pytest.mark.parametrize("settings", [{}, {"grad_accumulation": 2}, {"grad_compression": "bf16"}])
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"grad_compression": "bf16"}])
 def test_a_slow_exchange_of_gradients_is_all_reduce_on_every_rank(settings: dict[str, Any]) -> None:
     slow = "all-reduce in bf16" if settings.get("grad_compression") else "all-reduce"
     for found in on_ranks(2, grown, settings, slow)[0]:

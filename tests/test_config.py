@@ -45,6 +45,8 @@ REFUSED = [
     ({"weights": "DEFAULT"}, ["--weights DEFAULT", "--model mnist-cnn", ".safetensors"]),
     ({"weights": "w.ckpt"}, ["--weights w.ckpt", ".pt", "runs/NAME"]),
     ({"bach_size": 8}, ["bach_size is no setting", "did you mean batch_size"]),
+    ({"grad_accumulation": 4}, ["grad_accumulation is no setting any more", "--micro-batch-size"]),
+    ({"micro_batch_size": 0}, ["--micro-batch-size 0", "at least 1"]),
     ({"seed": -1}, ["--seed", "-1", "at least 0"]),
     ({"max_bad_samples": 3}, ["--max-bad-samples 3", "image-folder"]),
     ({"max_bad_samples": -1}, ["--max-bad-samples", "-1", "at least 0"]),

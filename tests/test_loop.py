@@ -32,11 +32,11 @@ from tests.common import PlainNet, build_training, loader_for, on_ranks, tiny_sp
 
 BASE = {"dataset": "tests.common:tiny_splits", "epochs": 3, "batch_size": 10, "lr": 0.01, "warmup_epochs": 0.5}
 
-# Batch sizes that do not divide, by ranks or by accumulation; a last batch (57 = 5 x 10 + 7); mixing.
+# Batch sizes that do not divide, by ranks or by micro-batches; a last batch (57 = 5 x 10 + 7); mixing.
 SETTINGS = {
     "plain": {"optimizer": "sgd"},
     "adamw, smoothing, clipping": {"label_smoothing": 0.1, "grad_clip": 0.5},
-    "accumulation": {"optimizer": "sgd", "grad_accumulation": 3},
+    "micro-batches": {"optimizer": "sgd", "micro_batch_size": 2},
     "last batch of one": {"optimizer": "sgd", "batch_size": 8},
     "mixup": {"optimizer": "sgd", "mixup": 0.4},
     "cutmix and augmentation": {"optimizer": "sgd", "cutmix": 1.0, "augment": "flip-crop"},
@@ -50,8 +50,8 @@ SETTINGS = {
 UNREADABLE = [3, 4, 20, 33, 56]
 DAMAGED: dict[str, dict] = {
     "plain": {"optimizer": "sgd"},
-    "clipping, accumulation": {"optimizer": "sgd", "grad_clip": 0.5, "grad_accumulation": 3},
-    "ranks that can read nothing": {"optimizer": "sgd", "batch_size": 5, "grad_accumulation": 2},
+    "clipping, micro-batches": {"optimizer": "sgd", "grad_clip": 0.5, "micro_batch_size": 2},
+    "ranks that can read nothing": {"optimizer": "sgd", "batch_size": 5, "micro_batch_size": 1},
     "mixup and augmentation": {"optimizer": "sgd", "mixup": 0.4, "augment": "flip-crop"},
     "cutmix, weighted": {"optimizer": "sgd", "cutmix": 1.0, "sampler": "weighted"},
 }
@@ -281,7 +281,7 @@ TEXTS = {"dataset": "text", "model": "text-lstm", "batch_size": 14}
 # Networks of DDP buckets in one piece and in several, with batch norm, dropout and a recurrent layer.
 NETWORKS: dict[str, dict] = {
     "mnist-cnn": {**GREY, "image_size": 12, "batch_size": 96},
-    "mnist-cnn, uneven": {**GREY, "image_size": 17, "batch_size": 33, "grad_accumulation": 3},
+    "mnist-cnn, uneven": {**GREY, "image_size": 17, "batch_size": 33, "micro_batch_size": 6},
     "mnist-cnn, several buckets": {**GREY, "image_size": 44, "batch_size": 13, "ema_decay": 0.9},
     "mnist-cnn, bf16 gradients": {**GREY, "image_size": 12, "batch_size": 96, "grad_compression": "bf16"},
     "mnist-cnn, buckets never rebuilt": {**GREY, "image_size": 12, "batch_size": 96, "find_unused_parameters": True},
@@ -473,9 +473,9 @@ def test_parameters_that_are_not_used_in_a_step() -> None:
     assert all("find_unused_parameters=True" in str(told) for told in on_ranks(2, half_used, False))
 
 
-def reductions(grad_accumulation: int) -> tuple[int, int]:
+def reductions(micro_batch_size: int | None) -> tuple[int, int]:
     """Steps made, and how often gradients were added up over the ranks."""
-    config = Config(**{**BASE, "grad_accumulation": grad_accumulation})
+    config = Config(**{**BASE, "micro_batch_size": micro_batch_size})
     splits = tiny_splits(config)
     training, counted = build_training(config, splits), []
 
@@ -490,9 +490,44 @@ def reductions(grad_accumulation: int) -> tuple[int, int]:
 
 
 def test_gradients_travel_once_a_step() -> None:
-    for accumulation in (1, 3):
-        for steps, times in on_ranks(2, reductions, accumulation):
+    for micro_batch_size in (None, 2):
+        for steps, times in on_ranks(2, reductions, micro_batch_size):
             assert steps == times > 3
+
+
+class Counting(PlainNet):
+    """Keep the number of samples of each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[int] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.passes.append(len(images))
+        return super().forward(images)
+
+
+def passes_of_an_epoch(micro_batch_size: int) -> list[int]:
+    config = Config(**{**BASE, "epochs": 1, "micro_batch_size": micro_batch_size})
+    splits, network = tiny_splits(config), Counting()
+    training = build_training(config, splits, network)
+    list(train(training, loader_for(training, splits)))
+    return network.passes
+
+
+def test_micro_batches_are_limited_in_size_whatever_the_share() -> None:
+    (alone,) = on_ranks(1, passes_of_an_epoch, 4)
+    assert alone == 5 * [4, 3, 3] + [4, 3]
+    assert on_ranks(2, passes_of_an_epoch, 4) == [5 * [3, 2] + [4], 5 * [3, 2] + [3]]
+
+
+def test_ranks_make_equally_many_passes() -> None:
+    """Shares of 4, 3 and 3 samples in micro-batches of 3: synchronized batch norm would hang on unequal numbers."""
+    assert on_ranks(3, passes_of_an_epoch, 3) == [
+        5 * [2, 2] + [3],
+        5 * [2, 1] + [2],
+        5 * [2, 1] + [2],
+    ]
 
 
 def test_bf16_trains_close_to_fp32() -> None:

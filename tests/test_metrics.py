@@ -45,6 +45,7 @@ def test_a_window_is_a_mean_over_samples_not_over_steps() -> None:
     window = Window()
     window.add(loss=10.0, correct=5, count=10, seconds=1.0, data_seconds=0.25)
     window.add(loss=1.0, correct=0, count=1, seconds=1.0, data_seconds=0.25)
+    assert window.epoch_metrics() == {"train/epoch_loss": 1.0, "train/epoch_accuracy": 5 / 11}
     assert window.metrics() == {
         "train/loss": 1.0,
         "train/accuracy": 5 / 11,

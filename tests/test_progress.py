@@ -1,4 +1,4 @@
-"""A pipe gets one plain line an interval and at each epoch's end."""
+"""A pipe gets one plain line an interval, and each epoch's numbers at its end."""
 
 import pytest
 
@@ -17,17 +17,25 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         for step in range(1, 21):
             display.show(live(step, epoch=1 + (step > 10)))
             display.show(live(step, epoch=1 + (step > 10)))
+            if step % 10 == 0:
+                ended = live(step, epoch=step // 10)
+                ended["metrics"] |= {"train/epoch_loss": 0.6, "train/epoch_accuracy": 0.7}
+                display.epoch_ended(ended)
         display.event("an event")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     expected = "epoch 1/2  step 1/20  loss 0.5000  accuracy 0.7500  val 0.8000  samples/s 1,234"
     assert lines[0].startswith(expected)
-    assert lines[1].startswith("epoch 2/2  step 11/20")
+    assert lines[1].startswith("epoch 1/2  step 10/20  loss 0.6000  accuracy 0.7000  val 0.8000")
     assert lines[1].endswith(" left")
-    assert lines[2] == "an event"
+    assert lines[2].startswith("epoch 2/2  step 20/20  loss 0.6000")
+    assert lines[3] == "an event"
 
 
-def test_the_time_left_is_that_of_the_workers_that_train_now(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_left_is_that_of_the_workers_that_train_now(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.progress.PLAIN_EVERY_S", 0.0)
     display = Display()
     display.show(live(1, epoch=1))
     display.show(None)  # they were lost

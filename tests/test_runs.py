@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def finished(config: Config) -> Run:
-    summary = Summary("r", "id", "finished", "c", 5, 55, 6475, 900.0, {"test/accuracy": 0.99})
+    summary = Summary("r", "id", "finished", "c", 5, 55, 6475, 900.0, 30.5, 7.2, {"test/accuracy": 0.99})
     run = Run(config, "finished", summary)
     write_run(run)
     return run
@@ -212,12 +212,13 @@ def test_a_killed_run_goes_on(config: Config) -> None:
 def test_every_field_that_changes_the_result_is_listed_with_both_values(config: Config) -> None:
     write_run(Run(config, "killed"))
     with pytest.raises(BadInput) as error:
-        open_run(changed(config, lr=0.5, model="resnet18", seed=3))
+        open_run(changed(config, lr=0.5, model="resnet18", seed=3, micro_batch_size=8))
     for line in (
         "--run-name r exists",
         "--lr: it has 0.002, you gave 0.5",
         "--model: it has mnist-cnn, you gave resnet18",
         "--seed: it has 0, you gave 3",
+        "--micro-batch-size: it has None, you gave 8",
     ):
         assert line in str(error.value)
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from app.config import Config
 from app.data.samples import DataInfo
 from app.data.sampling import Schedule
+from app.distributed import World
 from app.errors import BadInput, plain_message
 from app.optim import build_optimizer
 from app.setup import (
@@ -22,12 +23,13 @@ from app.setup import (
     check_smallest_part,
     compress_gradients,
     ddp_options,
+    evaluation_loader,
     load_optimizer,
     refuse_slow_bf16,
     set_up_ddp,
     set_up_torch,
 )
-from tests.common import PlainNet, on_ranks
+from tests.common import PlainNet, on_ranks, tiny_splits
 
 INFO = DataInfo((1, 8, 8), ("a", "b"), (0.5,), (0.25,), 57)
 
@@ -75,20 +77,41 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "world_size", "accumulation", "good"),
-    [(8, 1, 1, False), (10, 1, 1, True), (10, 4, 1, False), (10, 1, 4, False), (57, 4, 1, True)],
+    ("batch_size", "num_workers", "micro_batch_size", "good"),
+    [
+        (8, 1, None, False),  # 57 = 7 x 8 + 1
+        (10, 1, None, True),
+        (10, 4, None, False),
+        (10, 1, 1, False),
+        (10, 1, 3, True),
+        (10, 3, 2, False),  # shares of 3 in two passes
+        (57, 4, None, True),
+        (57, "1:28", 2, False),
+    ],
 )
 def test_batch_norm_is_not_given_a_single_sample(
-    batch_size: int, world_size: int, accumulation: int, good: bool
+    batch_size: int, num_workers: int | str, micro_batch_size: int | None, good: bool
 ) -> None:
-    config = Config(batch_size=batch_size, grad_accumulation=accumulation, num_workers=world_size)
+    config = Config(batch_size=batch_size, micro_batch_size=micro_batch_size, num_workers=num_workers)
     schedule = Schedule((57,), batch_size, 1)
     check_smallest_part(nn.Flatten(), config, INFO, schedule)  # no batch norm: no matter
     if good:
         check_smallest_part(Normed(), config, INFO, schedule)
     else:
-        with pytest.raises(BadInput, match=f"--batch-size {batch_size}: an epoch's smallest batch has"):
+        with pytest.raises(
+            BadInput, match=f"--batch-size {batch_size}: .*--micro-batch-size {micro_batch_size}, a worker"
+        ):
             check_smallest_part(Normed(), config, INFO, schedule)
+
+
+def test_evaluation_needs_no_more_memory_per_worker_than_micro_batches_allow() -> None:
+    def sizes(world: World, **settings: Any) -> set[int]:
+        config = Config(dataset="tests.common:tiny_splits", batch_size=8, **settings)
+        loader = evaluation_loader(config, tiny_splits(config).train, world, torch.device("cpu"))
+        return {len(batch["ids"]) for batch in loader}
+
+    assert max(sizes(World(0, 1))) == 32
+    assert max(sizes(World(0, 1), micro_batch_size=2)) == max(sizes(World(0, 2), micro_batch_size=2)) == 8
 
 
 def test_synchronized_batch_norm_is_not_tried_on_the_cpu() -> None:

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import threading
 import time
 import tracemalloc
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from app.deliver import Target, _batches, deliver, mlflow_environment
+from app.micro_batches import ForwardPass
 from app.spool import BLOCK, Spool, read_records
 from app.storage import Storage, without_credentials
-from app.tracking import MOST_EVENTS, Progress, Tracker, Validation
+from app.tracking import MOST_EVENTS, Live, Progress, Tracker, Validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
 
@@ -330,7 +332,7 @@ def test_a_tracker_that_is_restarted_knows_what_nobody_repeats(tmp_path: Path) -
     again = new_tracker(tmp_path, None)
     assert again.progress(0) == Progress(
         None, [], again._events.count, frozenset({"another node"}), 1, (), again._validations.count, "paused",
-        "rank 0 made no step",
+        "rank 0 made no step", epochs_seen=again._epochs.count,
     )  # fmt: skip
     assert again.failure() == ("no data on rank 1", 2)
     again.workers_lost("rank 1 died again", counts=True)
@@ -378,6 +380,59 @@ def test_the_record_is_on_the_disk_before_a_checkpoint_relies_on_it(
     assert synced == [(tmp_path / "tracking" / "records.jsonl").stat().st_size]
 
 
+@pytest.mark.parametrize(
+    ("samples", "trained", "then"),
+    [(128, 32, 32), (128, 128, 64), (16, 32, 8), (2, 2, 1)],
+)
+def test_after_out_of_memory_training_continues_with_smaller_micro_batches(
+    samples: int, trained: int, then: int, tmp_path: Path
+) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.forward_pass(ForwardPass(samples, 1, trained))
+    tracker.out_of_memory("CUDA out of memory")
+    tracker.out_of_memory("CUDA out of memory")  # of another worker
+    tracker.workers_lost("rank 0 failed", True, out_of_memory=True)  # as the controller sees it
+    assert (tracker.micro_batch_size(), tracker.failure()) == (then, None)
+    assert tracker.progress(0).events[0] == (
+        f"out of memory at {samples} samples per forward pass on 1 worker: continuing with {then}"
+    )
+    tags = [record["tags"] for record, _ in read_records(tmp_path / "tracking", 0) if record["kind"] == "tags"]
+    assert tags == [{"micro_batch_size": str(then)}]
+    tracker.begin({}, {}, "")  # again in the same process, by a sweep
+    assert tracker.micro_batch_size() is None
+
+
+def test_a_worker_killed_for_memory_counts_from_the_first_checkpoint_on(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.forward_pass(ForwardPass(10, 2, 0))
+    tracker.workers_lost("rank 0 was killed", True, out_of_memory=True)
+    assert (tracker.micro_batch_size(), tracker.failure()) == (None, None)  # tried again as it is
+    tracker.forward_pass(ForwardPass(10, 2, 0))
+    tracker.saved()
+    for _ in range(2):
+        tracker = new_tracker(tmp_path, None)  # Ray ended its process as well
+        tracker.workers_lost("rank 0 was killed", True, out_of_memory=True)
+        assert (tracker.micro_batch_size(), tracker.failure()) == (5, None)
+
+
+@pytest.mark.parametrize(
+    ("samples", "trained", "told"),
+    [
+        (10, 0, r"at 10 samples per forward pass on 2 workers \(too much\); lower --micro-batch-size or --batch-size"),
+        (1, 1, r"at 1 sample per forward pass on 2 workers \(too much\): no micro-batch is smaller"),
+    ],
+)
+def test_out_of_memory_without_a_way_out_fails_the_run(samples: int, trained: int, told: str, tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    tracker.forward_pass(ForwardPass(samples, 2, trained))
+    tracker.out_of_memory("too much")
+    failure = tracker.failure()
+    assert failure is not None
+    assert re.fullmatch(f"out of memory {told}.*", failure[0])
+    assert failure[1] == 1
+    assert tracker.micro_batch_size() is None
+
+
 def test_the_driver_gets_everything_once_and_nothing_that_it_has_is_held(tmp_path: Path) -> None:
     tracker = new_tracker(tmp_path, None)
     events_seen = validations_seen = 0
@@ -396,6 +451,20 @@ def test_the_driver_gets_everything_once_and_nothing_that_it_has_is_held(tmp_pat
             assert len(tracker._validations._held) == len(progress.validations) <= 7
     assert heard == [f"event {step}" for step in range(1, 1001)]
     assert steps == list(range(1, 1001))
+
+
+def test_the_driver_gets_each_end_of_an_epoch_once(tmp_path: Path) -> None:
+    tracker = new_tracker(tmp_path, None)
+    lives = [Live(step=step, total_steps=9, epoch=-(-step // 3), epochs=3, metrics={}) for step in range(1, 10)]
+    seen: list[Live] = []
+    for live in lives:
+        tracker.live(live, epoch_ended=live["step"] % 3 == 0)
+        if live["step"] in (3, 4, 9):
+            progress = tracker.progress(0, 0, len(seen))
+            assert progress.live == live
+            seen += progress.epochs
+            assert progress.epochs_seen == len(seen)
+    assert seen == lives[2::3]
 
 
 def test_of_events_that_nobody_looks_at_the_newest_are_kept(tmp_path: Path) -> None:

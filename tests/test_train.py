@@ -29,6 +29,7 @@ def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["--run-name", "../up"], ["--run-name", "'../up'"]),
         (["--dataset", "image-folder", "--data-dir", "nowhere"], ["nowhere", "no such directory"]),
         (["--model", "no_such_package.net:build"], ["--model", "no_such_package"]),
+        (["--grad-accumulation", "4"], ["--grad-accumulation is no setting any more", "--micro-batch-size"]),
         (["--config", "a.yaml", "--config", "b.yaml"], ["--config is given 2 times"]),
         (["--weights", "missing.pt"], ["--weights missing.pt", "no such file"]),
         (["--tracking-uri", "mlruns"], ["--tracking-uri mlruns", "sqlite:///mlflow.db"]),

@@ -114,6 +114,7 @@ class Recorder(Callback):
                 step=trial.steps,
                 samples_seen=0,
                 samples_per_s=None,
+                seconds=seconds,
                 metrics={} if best is None else best["metrics"],
                 error=error,
             )

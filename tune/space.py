@@ -23,7 +23,7 @@ from app.errors import BadInput
 RANGES = {"uniform": 2, "loguniform": 2, "quniform": 3, "qloguniform": 3, "randint": 2, "lograndint": 2, "qrandint": 3}
 LISTS = ("choice", "grid")
 # Free for the result, and still worth trying out: what decides the speed.
-FREE = ("grad_accumulation", "channels_last", "compile", "loader_workers", "checkpoint_every", "in_memory_mb")
+FREE = ("channels_last", "compile", "loader_workers", "checkpoint_every", "in_memory_mb")
 # The sweep's own.
 OF_THE_SWEEP = ("epochs", "max_steps", "early_stop_patience", "max_bad_samples")
 

@@ -130,7 +130,7 @@ class SweepTrial(tune.Trainable):
         if isinstance(event, Outcome):
             self._tracker.finish.remote(MLFLOW_STATUS[event.status], None)
             state: DeliveryState = ray.get(self._tracker.delivery_state.remote())  # type: ignore[assignment]  # ray's stubs
-            concluded(self._config, event, state.run_id)
+            concluded(self._config, event, state.run_id, time.perf_counter() - self._began)
         return event
 
     @property

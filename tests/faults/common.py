@@ -82,6 +82,12 @@ class Watched:
             (r["step"], r["values"]["train/loss"], r["time_ms"] / 1000) for r in records if "train/loss" in r["values"]
         ]
 
+    def epochs(self) -> list[tuple[int, float, float]]:
+        """(step, loss, accuracy) of every record of an epoch's training."""
+        records = [r for r, _ in read_records(self.folder / "tracking", 0) if r["kind"] == "metrics"]
+        ended = [(r["step"], r["values"]) for r in records if "train/epoch_loss" in r["values"]]
+        return [(step, values["train/epoch_loss"], values["train/epoch_accuracy"]) for step, values in ended]
+
     def step(self) -> int:
         losses = self.losses()
         return losses[-1][0] if losses else 0
@@ -193,16 +199,19 @@ def worker_pids() -> list[int]:
 
 
 def assert_same_run(run: Watched, undisturbed: Watched, exact: bool = True) -> None:
-    """The same steps, once each and in order, with the same losses and final weights."""
+    """The same steps, once each and in order, with the same losses, epochs and final weights."""
     steps, losses = zip(*[(step, loss) for step, loss, _ in run.losses()], strict=True)
     expected_steps, expected = zip(*[(step, loss) for step, loss, _ in undisturbed.losses()], strict=True)
     assert steps == expected_steps
     weights, expected_weights = run.weights(), undisturbed.weights()
     assert weights.keys() == expected_weights.keys()
+    assert [step for step, _, _ in run.epochs()] == [step for step, _, _ in undisturbed.epochs()]
     if exact:
         assert losses == expected
+        assert run.epochs() == undisturbed.epochs()
         assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
     else:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.tensor(run.epochs()), torch.tensor(undisturbed.epochs()), rtol=1e-5, atol=0)
         for name in weights:
             torch.testing.assert_close(weights[name], expected_weights[name], rtol=0, atol=1e-4)

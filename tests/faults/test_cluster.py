@@ -27,6 +27,15 @@ class SlowPlainNet(PlainNet):
         return self.fc(F.relu(self.conv(images)).flatten(1))
 
 
+class MemoryForFive(SlowPlainNet):
+    """Has memory for the gradients of five samples at a time."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) > 5:
+            raise torch.OutOfMemoryError(f"tried to allocate memory for {len(images)} samples")
+        return super().forward(images)
+
+
 EPOCHS, STEPS = 20, 120
 PLAIN = {"model": "tests.faults.test_cluster:SlowPlainNet", "epochs": EPOCHS, "cpus_per_worker": 1.0}
 
@@ -67,11 +76,15 @@ def drain(address: str, node_id: str) -> None:
     subprocess.run([ray, *words, *why], check=True, capture_output=True)
 
 
-def world_sizes(run: Command) -> list[str]:
+def tags_of(run: Command) -> list[dict[str, str]]:
     from app.spool import read_records
 
     records = [record for record, _ in read_records(run.folder / "tracking", 0)]
-    return [record["tags"]["world_size"] for record in records if record["kind"] == "tags"]
+    return [record["tags"] for record in records if record["kind"] == "tags"]
+
+
+def world_sizes(run: Command) -> list[str]:
+    return [tags["world_size"] for tags in tags_of(run) if "world_size" in tags]
 
 
 def test_nodes_that_go_without_notice_and_come(
@@ -102,6 +115,23 @@ def test_nodes_that_go_without_notice_and_come(
     assert run.steps_lost(grown_at, run.output()) == 0
     grown_s = run.seconds_to_step_after(grown_at, added_at)
     figures("3.1 A node added", "an elastic run takes it up after a checkpoint, same curve", 0, None, grown_s)
+
+
+def test_a_node_that_goes_and_leaves_less_memory_than_a_step_needs(
+    undisturbed: Fit, cluster: Any, tmp_path: Path, figures: Figures
+) -> None:
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    run = started(cluster, tmp_path, num_workers="1:2", model="tests.faults.test_cluster:MemoryForFive")
+    step = run.wait_for_step(10)
+    cluster.remove_node(nodes[1], allow_graceful=False)
+    summary, exit_code = run.result()
+    assert (exit_code, summary["step"]) == (0, STEPS), run.output()
+    assert "out of memory at 10 samples per forward pass on 1 worker: continuing with 5" in run.output()
+    tags = {name: value for each in tags_of(run) for name, value in each.items()}
+    assert (tags["world_size"], tags["micro_batch_size"]) == ("1", "5")
+    assert_same_run(run, undisturbed, exact=False)
+    lost, outcome = run.steps_lost(step, run.output()), "continues with micro-batches of the size before, same curve"
+    figures("15.1 Out of memory on the workers that are left", outcome, lost, run.seconds_to_first_step())
 
 
 def test_a_node_that_goes_with_notice(undisturbed: Fit, cluster: Any, tmp_path: Path, figures: Figures) -> None:

@@ -39,9 +39,12 @@ def test_a_worker_killed_for_memory(tmp_path: Path, figures: Figures) -> None:
     run = Command(config, tmp_path, RAY_memory_usage_threshold=f"{limit:.3f}", RAY_memory_monitor_refresh_ms="100")
     summary, exit_code = run.result()
     assert (exit_code, summary["status"]) == (1, "failed"), run.output()
-    assert "was killed because its node ran out of memory; lower --batch-size" in summary["error"]
+    assert "was killed because its node ran out of memory; lower --batch-size" in run.output()
+    assert "out of memory at 5 samples per forward pass on 2 workers: continuing with 2" in run.output()
+    assert "out of memory" in summary["error"]
     assert "Traceback" not in run.output()
     assert run.output().count("going on from") <= 1  # once more, as --max-failures says, and not for ever
     figures(
-        "15. A worker killed for memory", "started again --max-failures times, then exit 1, saying so and what to do"
+        "15. A worker killed for memory",
+        "started again --max-failures times, with smaller micro-batches, then exit 1, saying so and what to do",
     )

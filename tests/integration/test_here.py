@@ -33,7 +33,7 @@ PHASES += ["the first step is made"]
 
 
 class Net(PlainNet):
-    """Says which process it is in, and does in the 7th step what the environment asks for, once."""
+    """Says which process it is in, and does what the environment asks for in its 7th step or TEST_STEP, once."""
 
     steps = 0
 
@@ -42,12 +42,23 @@ class Net(PlainNet):
             self.steps += self.training
             (Path(folder) / "pid").write_text(str(os.getpid()))
             once = Path(folder) / "done"
-            if self.steps == 7 and not once.exists():
+            if self.steps == int(os.environ.get("TEST_STEP", "7")) and not once.exists():
                 once.touch()
                 if os.environ["TEST_FAULT"] == "fails":
                     raise RuntimeError("no luck")
+                if os.environ["TEST_FAULT"] == "needs too much memory":
+                    raise MemoryError("no more")
                 if os.environ["TEST_FAULT"] == "hangs":
                     threading.Event().wait()
+        return super().forward(images)
+
+
+class Insatiable(PlainNet):
+    """Runs out of memory in every training step."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            raise MemoryError("no more")
         return super().forward(images)
 
 
@@ -87,6 +98,12 @@ def test_it_makes_the_steps_of_a_worker_of_rays_in_the_commands_process(tmp_path
     assert (exit_code, summary["status"], summary["step"]) == (0, "finished", 12), run.output()
     assert (tmp_path / "pid").read_text() == str(run.process.pid)
     assert_same_run(run, undisturbed)
+    assert 0 < summary["train_seconds"] < summary["seconds"]
+    losses = [loss for _, loss, _ in run.losses()]
+    for (step, loss, accuracy), of_epoch in zip(run.epochs(), (losses[:6], losses[6:]), strict=True):
+        assert step in (6, 12)
+        assert loss == pytest.approx((10 * sum(of_epoch[:5]) + 7 * of_epoch[5]) / 57)
+        assert f"epoch {step // 6}/2  step {step}/12  loss {loss:.4f}  accuracy {accuracy:.4f}" in run.output()
     stamps = re.findall(r"^ *(\d+\.\d) s  (.+)$", run.output(), re.MULTILINE)
     assert [float(seconds) for seconds, _ in stamps] == sorted(float(seconds) for seconds, _ in stamps)
     assert [phase for _, phase in stamps] == PHASES
@@ -101,6 +118,28 @@ def test_a_failure_is_counted_and_the_training_goes_on_from_its_checkpoint(tmp_p
     assert "Traceback" not in run.output()
     assert run.steps_lost(6, run.output()) == 0
     assert_same_run(run, undisturbed)
+
+
+def test_after_out_of_memory_it_continues_with_smaller_micro_batches(
+    tmp_path: Path, undisturbed: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_STEP", "11")  # so that it continues in mid-epoch
+    run = command(tmp_path, "needs too much memory", max_failures=1)
+    assert run.result()[1] == 0, run.output()
+    assert "out of memory at 10 samples per forward pass on 1 worker: continuing with 5" in run.output()
+    assert "rank 0 ran out of memory (no more)" in run.output()
+    assert run.steps_lost(10, run.output()) == 2
+    assert_same_run(run, undisturbed, exact=False)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_out_of_memory_before_any_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    summary, exit_code = command(tmp_path, model="tests.integration.test_here:Insatiable", max_failures=3).result()
+    assert (exit_code, summary["status"], summary["step"]) == (1, "failed", 0)
+    assert summary["error"] == (
+        "out of memory at 10 samples per forward pass on 1 worker (no more); lower --micro-batch-size or --batch-size"
+    )
 
 
 @pytest.mark.slow
