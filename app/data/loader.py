@@ -50,7 +50,7 @@ class Reader(Dataset):
         inputs, problems = self._read(request.ids)
         targets, counted = self._labels[ids], request.num_counted
         if self._augment is not None:
-            inputs = augmented(inputs, request.ids, self._augment, self._seed, request.epoch)
+            inputs = augmented(inputs, request.ids, self._augment, self._seed, request.epoch, request.occurrences)
         rows: slice | torch.Tensor = slice(len(ids) - max(counted, 1), len(ids))
         if problems:
             # In the place of what cannot be read stands the sample after it, which would be mixed with
