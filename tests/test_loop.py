@@ -256,7 +256,7 @@ TEXTS = {"dataset": "text", "model": "text-lstm", "batch_size": 14}
 NETWORKS: dict[str, dict] = {
     "mnist-cnn": {**GREY, "image_size": 12, "batch_size": 96},
     "mnist-cnn, uneven": {**GREY, "image_size": 17, "batch_size": 33, "grad_accumulation": 3},
-    "mnist-cnn, several buckets": {**GREY, "image_size": 44, "batch_size": 13, "ema_decay": 0.9},
+    "mnist-cnn, several buckets": {**GREY, "image_size": 20, "batch_size": 13, "ema_decay": 0.9},
     "mnist-cnn, bf16 gradients": {**GREY, "image_size": 12, "batch_size": 96, "grad_compression": "bf16"},
     "mnist-cnn, buckets never rebuilt": {**GREY, "image_size": 12, "batch_size": 96, "find_unused_parameters": True},
     "resnet18": {**SYNTHETIC, "model": "resnet18", "image_size": 16, "batch_size": 23, "max_steps": 3},
