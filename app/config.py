@@ -293,7 +293,9 @@ class Config(BaseModel):
     find_unused_parameters: bool = setting(
         False, "training", "For models of which some parameters get no gradient in some steps.", effect="free"
     )
-    seed: int = setting(0, "training", "Of the weights, the order, the augmentation and dropout.", ge=0, lt=2**32)
+    seed: int = setting(
+        0, "training", "Of weights, order, augmentation, dropout and your own code's random numbers.", ge=0, lt=2**32
+    )
     deterministic: bool = setting(
         False, "training", "Only bit-reproducible GPU kernels; slower. CPUs always are.", effect="free"
     )

@@ -39,7 +39,7 @@ def loopback() -> str:
 
 
 # What a random number is for: keeps the streams of one seed apart.
-PURPOSES = {"weights": 0, "step": 1, "augment": 2, "mix": 3}
+PURPOSES = {"weights": 0, "step": 1, "augment": 2, "mix": 3, "read": 4, "evaluation": 5}
 
 
 def derive_seed(purpose: str, *key: int) -> int:
@@ -51,19 +51,24 @@ def derive_seed(purpose: str, *key: int) -> int:
     return int(np.random.SeedSequence((PURPOSES[purpose], *key)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def derive_seeds(purpose: str, key: tuple[int, ...], last: np.ndarray) -> np.ndarray:
+def derive_seeds(purpose: str, key: tuple[int | np.ndarray, ...], last: np.ndarray) -> np.ndarray:
     """derive_seed(purpose, *key, each) for each of `last` (n,), int64: done together each takes a tenth
-    of the time.
+    of the time. Of an array (n,) in the key, of numbers below 2**32, each has its own.
 
     NumPy's SeedSequence (after O'Neill 2015, https://www.pcg-random.org/posts/developing-a-seed_seq-alternative.html)
     of a pool of four words, whose constants and order of operations NumPy promises to keep.
     """
     if len(last) and int(last.max()) >= 2**32:  # which make two words
-        return np.array([derive_seed(purpose, *key, each) for each in last.tolist()], np.int64)
+        columns = [np.broadcast_to(part, last.shape).tolist() for part in key]
+        return np.array([derive_seed(purpose, *each) for each in zip(*columns, last.tolist(), strict=True)], np.int64)
     words: list[Any] = []
-    for each in (PURPOSES[purpose], *key):
-        words += [each >> shift & 0xFFFFFFFF for shift in range(0, max(each.bit_length(), 1), 32)]
-    words = [np.full(len(last), word, np.uint32) for word in words] + [last.astype(np.uint32)]
+    for part in (PURPOSES[purpose], *key):
+        if isinstance(part, np.ndarray):
+            words.append(part.astype(np.uint32))
+        else:
+            numbers = [part >> shift & 0xFFFFFFFF for shift in range(0, max(part.bit_length(), 1), 32)]
+            words += [np.full(len(last), number, np.uint32) for number in numbers]
+    words.append(last.astype(np.uint32))
     constant = 0x43B0D7E5
 
     def hashed(word: np.ndarray, factor: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's
 
 from app.distributed import loopback
 from app.failures import why
+from app.generators import generators_kept
 from app.outcome import Outcome
 from app.worker import train_loop_per_worker
 
@@ -62,10 +63,10 @@ def group_of_one() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
-    """torch's settings and random numbers, which a training has its own of, are afterwards what they were."""
+    """Leave torch's settings and all random number generators, which training changes, as they were."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
-        with torch.random.fork_rng():
+        with generators_kept():
             yield
     finally:
         torch.set_num_threads(threads)

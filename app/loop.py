@@ -21,6 +21,7 @@ from app.data.loader import Batch
 from app.data.sampling import Schedule
 from app.distributed import PendingSum, World, broadcast_from_rank_zero, derive_seed, gather_texts
 from app.errors import NonFiniteLoss, TooManyBadSamples
+from app.generators import generators_kept, seed_generators
 from app.metrics import Evaluation, EvaluationSums
 from app.micro_batches import num_micro_batches
 from app.optim import learning_rate
@@ -123,7 +124,7 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     """
     config, step, clock = training.config, batch["step"], training.clock
     clock.enter("forward_backward")
-    # Dropout is a function of (seed, step, rank): nothing to save, and the same after a resume.
+    # Dropout, and all else that is random, is a function of (seed, step, rank): the same after a resume.
     seed_generators(derive_seed("step", config.seed, step, training.world.rank), training.device)
     rate = learning_rate(step, config, training.schedule)
     for group in training.optimizer.param_groups:
@@ -185,14 +186,6 @@ def train_step(training: Training, batch: Batch, stop: bool = False) -> tuple[fl
     if training.ema is not None:
         update_ema(training.ema, training.network, config.ema_decay, step)
     return loss, correct, any_stop > 0, unreadable
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed does, which also puts down a stack trace for GPUs that are not in use: a hundredth of a
-    small network's step on a CPU."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
 
 
 def _mix(
@@ -265,17 +258,20 @@ def evaluate(
     # Batch norm's statistics are each rank's own; rank 0's are the ones that checkpoints hold.
     broadcast_from_rank_zero(list(network.buffers()))
     sums, unreadable = EvaluationSums(num_classes, device, num_worst), []
-    for batch in batches:
-        unreadable += batch["unreadable"]
-        if not batch["num_counted"]:
-            continue  # none of it could be read
-        rows = batch["rows"]
-        inputs, targets = preprocess(batch["inputs"][rows]), batch["targets"][rows]
-        inputs = inputs_in_layout(inputs, config)
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            logits = network(inputs)
-        losses = F.cross_entropy(logits.float(), targets, reduction="none")
-        sums.add(losses, logits, targets, batch["ids"][rows])
+    with generators_kept(device):
+        for batch in batches:
+            unreadable += batch["unreadable"]
+            if not batch["num_counted"]:
+                continue  # none of it could be read
+            rows = batch["rows"]
+            # For a network that is random in evaluation too: the same numbers in every evaluation.
+            seed_generators(derive_seed("evaluation", config.seed, batch["step"]), device)
+            inputs, targets = preprocess(batch["inputs"][rows]), batch["targets"][rows]
+            inputs = inputs_in_layout(inputs, config)
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+                logits = network(inputs)
+            losses = F.cross_entropy(logits.float(), targets, reduction="none")
+            sums.add(losses, logits, targets, batch["ids"][rows])
     network.train(training)
     return sums.result(unreadable)
 

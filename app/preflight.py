@@ -11,6 +11,7 @@ from app.data.sampling import build_order, build_schedule
 from app.deliver import server_problem
 from app.distributed import World
 from app.errors import BadInput
+from app.generators import generators_kept
 from app.loop import inputs_in_layout
 from app.models.build import preprocessing
 from app.nodes import inspect_nodes, print_nodes, told
@@ -20,6 +21,7 @@ from app.storage import without_credentials
 from app.user_code import import_own, told_as_bad_input
 
 
+@generators_kept()
 def check(config: Config, verbose: bool) -> int:
     """Print what was found, one line a subject. Raises BadInput at the first thing that cannot work."""
     run = open_run(config)

@@ -19,6 +19,7 @@ from app.data.splits import Splits
 from app.data.tokens import same_tokens
 from app.distributed import World, derive_seed
 from app.errors import BadInput
+from app.generators import seed_generators
 from app.micro_batches import smallest_pass
 from app.models.build import build_model, preprocessing
 from app.runs import find_checkpoint
@@ -59,7 +60,7 @@ def refuse_slow_bf16(config: Config, checkpoint: Checkpoint | None, device: torc
 
 def build_network(config: Config, info: DataInfo, checkpoint: Checkpoint | None) -> nn.Module:
     """The network on the CPU with its first weights, or with the ones being trained in the checkpoint."""
-    torch.manual_seed(derive_seed("weights", config.seed))
+    seed_generators(derive_seed("weights", config.seed))
     network = build_model(config, info, pretrained=checkpoint is None)
     if checkpoint is not None:
         load_weights(network, checkpoint.trainer.get("trained_weights", checkpoint.model), checkpoint.path)
@@ -208,9 +209,7 @@ def training_loader(
     """Batches of the run's steps from start_step on, this rank's part of each."""
     batches = TrainingBatches(order, schedule, world, start_step, with_partner=bool(config.mixup or config.cutmix))
     augment = build_augment(config.augment, config.dataset)
-    return build_loader(
-        splits.train, batches, augment=augment, seed=config.seed, **_reading(config, splits.train, device)
-    )
+    return build_loader(splits.train, batches, augment=augment, **_reading(config, splits.train, device))
 
 
 def evaluation_loader(config: Config, samples: SampleSet, world: World, device: torch.device) -> DataLoader:
@@ -230,6 +229,7 @@ def _reading(config: Config, samples: SampleSet, device: torch.device) -> dict[s
     # The clients of object stores do not survive a fork.
     streamed = config.dataset == "parquet" and "://" in str(config.data_dir)
     return {
+        "seed": config.seed,
         "num_workers": num_workers,
         "pin_memory": pin_memory,
         "skip_unreadable": skip_unreadable,

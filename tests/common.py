@@ -1,9 +1,11 @@
 """Small data, small networks and several ranks: what the tests are made of."""
 
 import atexit
+import copy
 import dataclasses
 import functools
 import multiprocessing
+import random
 import re
 import struct
 import tempfile
@@ -24,7 +26,7 @@ from app.data.samples import InMemory
 from app.data.sampling import build_order, build_schedule
 from app.data.splits import Splits, from_arrays
 from app.distributed import current_world
-from app.loop import Training
+from app.loop import Training, train
 from app.models.build import preprocessing
 from app.optim import build_optimizer
 from app.setup import build_ema, ddp_options, set_up_ddp, training_loader
@@ -122,6 +124,35 @@ def loader_for(training: Training, splits: Splits, start_step: int = 0):
     return training_loader(
         training.config, splits, order, training.schedule, training.world, start_step, training.device
     )
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Of Python's, NumPy's and torch's global generators, to compare."""
+    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+
+def bits_of(splits: Splits, build: Callable[[], Training], stop_at: int | None) -> list[tuple[list[float], bytes]]:
+    """Losses and final bits of a run; broken off at stop_at and resumed by another Training, as in a new process."""
+
+    def fresh() -> Training:
+        torch.manual_seed(1)
+        return build()
+
+    training, losses, start = fresh(), [], 0
+    if stop_at is not None:
+        for result in train(training, loader_for(training, splits)):
+            losses.append(result.loss)
+            if result.step + 1 == stop_at:
+                break
+        again = fresh()
+        again.network.load_state_dict(training.network.state_dict())
+        again.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        if again.ema is not None and training.ema is not None:
+            again.ema.load_state_dict(training.ema.state_dict())
+        training, start = again, stop_at
+    losses += [result.loss for result in train(training, loader_for(training, splits, start))]
+    weights = [*training.network.state_dict().values(), *training.evaluated.state_dict().values()]
+    return [(losses, b"".join(tensor.numpy().tobytes() for tensor in weights))]
 
 
 MAX_RANKS = 4

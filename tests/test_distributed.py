@@ -15,6 +15,13 @@ def test_seeds_made_together_are_those_made_one_by_one(key: tuple[int, ...]) -> 
     assert len(set(expected)) == len(set(LAST.tolist()))
 
 
+def test_a_part_of_the_key_may_differ() -> None:
+    parts = np.array([0, 1, 5, 2**32 - 1])
+    for last in (np.array([7, 7, 0, 8]), np.array([7, 7, 0, 2**33])):
+        expected = [derive_seed("augment", 3, part, each) for part, each in zip(parts.tolist(), last, strict=True)]
+        assert derive_seeds("augment", (3, parts), last).tolist() == expected
+
+
 def test_seeds_of_keys_beyond_32_bits() -> None:
     last = np.array([1, 2**32 - 1, 2**32, 2**50])
     assert derive_seeds("mix", (3,), last).tolist() == [derive_seed("mix", 3, each) for each in last.tolist()]

@@ -13,9 +13,11 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 
 from app import here
 from app.distributed import World
+from app.generators import seed_generators
 from app.here import attempt_here
 from app.outcome import Outcome
 from app.reporter import Left, Reporter
+from tests.common import generator_states
 
 FINISHED = Outcome("finished")
 TASK = {"config": {"run_name": "r", "output_dir": "runs"}}
@@ -46,17 +48,17 @@ def test_the_network_is_in_a_process_group_and_the_caller_afterwards_as_before(
 ) -> None:
     def loop(_: dict[str, Any]) -> Outcome:
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        torch.manual_seed(1)
+        seed_generators(1)
         torch.set_num_threads(before + 1)
         torch.use_deterministic_algorithms(True)
         return FINISHED
 
-    before, state = torch.get_num_threads(), torch.random.get_rng_state()
+    before, states = torch.get_num_threads(), generator_states()
     monkeypatch.setattr(here, "TorchTrainer", trainer_of(loop))
     assert attempt_here(TASK) == FINISHED
     assert not dist.is_initialized()
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (before, False)
-    assert torch.equal(torch.random.get_rng_state(), state)
+    assert generator_states() == states
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])

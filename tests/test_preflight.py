@@ -12,6 +12,7 @@ from app.config import Config
 from app.data.splits import Splits, from_arrays
 from app.errors import BadInput
 from app.preflight import check
+from tests.common import generator_states
 
 pytestmark = [
     pytest.mark.usefixtures("local_ray"),
@@ -46,7 +47,9 @@ def test_a_run_that_can_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict, parts: list[str]
 ) -> None:
     config = Config(run_name="r", output_dir=str(tmp_path), batch_size=8, tracking_uri="none", **settings)
+    states = generator_states()
     assert check(config, verbose=False) == 0
+    assert generator_states() == states
     said = capsys.readouterr().out
     assert [line.split(":")[0] for line in said.splitlines() if line.startswith("ok")] == [
         f"ok  {subject}" for subject in ("settings", "storage", "data", "model", "length", "tracking", "cluster")

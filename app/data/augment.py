@@ -1,4 +1,4 @@
-"""Random changes to training images, each a function of (seed, epoch, sample id).
+"""Random changes to training images, each a function of (seed, epoch, sample id, draw of the sample in its epoch).
 
 A batch at a time: the numbers are drawn sample by sample, as torchvision's transforms draw them, and the pixels of all
 are changed at once, to the same values as by torchvision.
@@ -29,9 +29,22 @@ def build_augment(name: str, dataset: str) -> Augment | None:
     return {"none": None, "shift": shift, "flip-crop": flip_crop, "randaugment": randaugment}[name]
 
 
-def augmented(images: torch.Tensor, ids: np.ndarray, augment: Augment, seed: int, epoch: int) -> torch.Tensor:
-    """Each of the images (n, C, H, W), of the samples ids (n,), changed as its generator says, wherever it is read."""
-    return augment(images, derive_seeds("augment", (seed, epoch), ids).tolist())
+def augmented(
+    images: torch.Tensor,
+    ids: np.ndarray,
+    augment: Augment,
+    seed: int,
+    epoch: int,
+    occurrences: np.ndarray | None = None,
+) -> torch.Tensor:
+    """Each of the images (n, C, H, W), of the samples ids (n,), changed as its generator says, wherever it is read.
+
+    occurrences: see sampling.Request.
+    """
+    seeds = derive_seeds("augment", (seed, epoch), ids)
+    if occurrences is not None and (again := occurrences > 0).any():
+        seeds[again] = derive_seeds("augment", (seed, epoch, occurrences[again]), ids[again])
+    return augment(images, seeds.tolist())
 
 
 def first_words(seeds: Sequence[int], count: int) -> np.ndarray:

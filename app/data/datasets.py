@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # Mean and standard deviation by the number of channels: ImageNet's, for grey the mean over its channels.
 IMAGE_STATISTICS = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.4490,), (0.2260,))}
 DEFAULT_IMAGE_SIZE = 64
+# The seed of a user's load(), whose data must not differ between workers or with --seed: torch's own initial seed.
+LOAD_SEED = 67280421310721
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def _enough(num_samples: int, config: Config) -> None:
 def load_splits(config: Config, tokenizer: str | None = None) -> "Splits":
     """Read the data set; texts with the tokenizer that check_data() made. Raises BadInput where it cannot be used."""
     from app.data.splits import checked
+    from app.generators import generators_kept, seed_generators
 
     config = on_this_node(config)
     if config.dataset == "image-folder":
@@ -121,8 +124,13 @@ def load_splits(config: Config, tokenizer: str | None = None) -> "Splits":
         splits = _load_parquet(config)
     elif CALLABLE.fullmatch(config.dataset):
         load = find_callable("--dataset", config.dataset, *DATASET_ARGUMENTS)
-        with told_as_bad_input(f"--dataset {config.dataset}"):
-            splits = checked(retry(lambda: load(config), f"--dataset {config.dataset}"))
+
+        def seeded_load() -> object:
+            seed_generators(LOAD_SEED)
+            return load(config)
+
+        with told_as_bad_input(f"--dataset {config.dataset}"), generators_kept():
+            splits = checked(retry(seeded_load, f"--dataset {config.dataset}"))
     else:
         load = {"digits": load_digits_images, "synthetic": load_synthetic}.get(config.dataset, load_torchvision)
         splits = load(config)

@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 from app.data.augment import Augment, augmented
 from app.data.samples import SampleSet
 from app.data.sampling import EvaluationBatches, Request, TrainingBatches
+from app.distributed import derive_seed
 from app.errors import BadInput
+from app.generators import seed_generators
 
 
 class Batch(TypedDict):
@@ -47,10 +49,13 @@ class Reader(Dataset):
 
     def __getitems__(self, request: Request) -> Batch:
         ids = torch.from_numpy(request.ids)
+        # For a data set that draws random numbers: the same in each process, and after a resume.
+        first = 0 if request.occurrences is None else int(request.occurrences[0])
+        seed_generators(derive_seed("read", self._seed, request.epoch, first, int(request.ids[0])))
         inputs, problems = self._read(request.ids)
         targets, counted = self._labels[ids], request.num_counted
         if self._augment is not None:
-            inputs = augmented(inputs, request.ids, self._augment, self._seed, request.epoch)
+            inputs = augmented(inputs, request.ids, self._augment, self._seed, request.epoch, request.occurrences)
         rows: slice | torch.Tensor = slice(len(ids) - max(counted, 1), len(ids))
         if problems:
             # In the place of what cannot be read stands the sample after it, which would be mixed with

@@ -87,24 +87,46 @@ def shuffled_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Draws:
-    """Sample ids, found as they are asked for: draws[a:b] gives an int64 array. Finding 10^7 of them at once
-    would keep an epoch's first step waiting for 12 s."""
+    """As many draws with replacement as there are samples, made as they are asked for: draws[a:b] gives int64 ids.
 
-    def __init__(self, bounds: np.ndarray, draws: np.ndarray):
-        self._bounds, self._draws = bounds, draws
+    Making 10^7 of them at once would keep an epoch's first step waiting for 12 s. bounds: (N,), rising to 1; a
+    sample is drawn by random numbers from the bound before its own up to its own.
+    """
+
+    def __init__(self, bounds: np.ndarray, seed: int, epoch: int):
+        self._bounds = bounds
+        self._philox = np.random.Philox(key=[seed, epoch])  # as _generator has it
+        self._made = 0  # fours of numbers: Philox makes four at a time
 
     def __len__(self) -> int:
-        return len(self._draws)
+        return len(self._bounds)
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        return np.searchsorted(self._bounds, self._draws[part], side="right")
+        return np.searchsorted(self._bounds, self._numbers(part), side="right")
+
+    def counts(self, stop: int) -> np.ndarray:
+        """How often each of the N samples is among the first `stop` draws, int64 (N,).
+
+        Of sorted random numbers, 10^7 are counted in 1 s; finding the samples of unsorted ones takes 8 s.
+        """
+        if stop == 0:
+            return np.zeros(len(self), np.int64)
+        return np.diff(np.searchsorted(np.sort(self._numbers(slice(stop))), self._bounds), prepend=0)
+
+    def _numbers(self, part: slice) -> np.ndarray:
+        """A part of the epoch's N random numbers, made without those before it."""
+        start, stop, _ = part.indices(len(self))
+        self._philox.advance(start // 4 - self._made)
+        numbers = np.random.Generator(self._philox).random(start % 4 + max(0, stop - start))
+        self._made = start // 4 + -(-len(numbers) // 4)
+        return numbers[start % 4 :]
 
 
 def weighted_order(weights: np.ndarray, seed: int, epoch: int) -> Draws:
     """As many draws as there are weights (N,), with replacement, each sample as likely as its weight says."""
     bounds = np.cumsum(weights / weights.max())  # divided first: the sum of large ones would overflow
     bounds /= bounds[-1]
-    return Draws(bounds, _generator(seed, epoch).random(len(weights)))
+    return Draws(bounds, seed, epoch)
 
 
 def bucketed_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> np.ndarray:
@@ -349,7 +371,9 @@ class Request:
     """What a rank asks of its data set for one step.
 
     ids: (n,) int64 sample ids. The last num_counted of them are the rank's share of the step; one
-    before them is a mixing partner or a stand-in, there to be read and not to be counted.
+    before them is a mixing partner or a stand-in, there to be read and not to be counted. occurrences:
+    (n,) int64, how often each of them was drawn before in this epoch, by any rank; None if each sample is
+    drawn once. In an evaluation, step is the first id: it tells batches apart.
     """
 
     step: int
@@ -357,6 +381,7 @@ class Request:
     ids: np.ndarray
     num_counted: int
     global_count: int
+    occurrences: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -423,6 +448,18 @@ def build_schedule(config: Config, order: Order) -> Schedule:
     return Schedule(order.group_sizes, config.batch_size, config.epochs, config.max_steps, config.drop_last)
 
 
+def count_draws(ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """How often each of the drawn ids (n,) was drawn before, int64 (n,); counts (N,) of each sample is updated."""
+    places = np.argsort(ids, kind="stable")
+    found = ids[places]
+    starts = np.flatnonzero(np.concatenate([[True], found[1:] != found[:-1]]))
+    lengths = np.diff(starts, append=len(found))
+    before = np.empty(len(ids), np.int64)
+    before[places] = counts[found] + np.arange(len(found)) - np.repeat(starts, lengths)
+    counts[found[starts]] += lengths
+    return before
+
+
 class TrainingBatches:
     """A batch sampler over the rest of a run: one Request per step, from start_step to the last.
 
@@ -449,16 +486,19 @@ class TrainingBatches:
         return max(0, self.schedule.total_steps - self.start_step)
 
     def __iter__(self) -> Iterator[Request]:
-        order_of, order = -1, None
+        order_of, order, counts = -1, None, None
         for step in range(self.start_step, self.schedule.total_steps):
             epoch = self.schedule.epoch_of(step)
+            place = self.schedule.batch_of(step)
             if epoch != order_of:
-                order = None  # not held beside the next one
+                order = counts = None  # not held beside the next ones
                 order_of, order = epoch, self.order(epoch)
+                counts = order.counts(place.start) if isinstance(order, Draws) else None
             assert order is not None
-            yield self._request(step, epoch, order[self.schedule.batch_of(step)])
+            batch = order[place]
+            yield self._request(step, epoch, batch, None if counts is None else count_draws(batch, counts))
 
-    def _request(self, step: int, epoch: int, batch: np.ndarray) -> Request:
+    def _request(self, step: int, epoch: int, batch: np.ndarray, occurrences: np.ndarray | None) -> Request:
         positions = rank_slice(np.arange(len(batch)), self.world)
         counted = len(positions)
         if self.with_partner:
@@ -468,7 +508,8 @@ class TrainingBatches:
         # does not count. (A partner is dropped after mixing, so it cannot be the stand-in.)
         if counted == 0:
             positions = np.concatenate([positions, [0]]).astype(np.int64)
-        return Request(step, epoch, batch[positions], counted, len(batch))
+        drawn = None if occurrences is None else occurrences[positions]
+        return Request(step, epoch, batch[positions], counted, len(batch), drawn)
 
 
 class EvaluationBatches:
@@ -494,4 +535,4 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[Request]:
         for start, end in pairwise(self._starts):
             ids = np.arange(start, end) if self._ids is None else self._ids[start:end]
-            yield Request(step=0, epoch=0, ids=ids, num_counted=len(ids), global_count=len(ids))
+            yield Request(step=int(ids[0]), epoch=0, ids=ids, num_counted=len(ids), global_count=len(ids))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from app.config import Config
 from app.data.sampling import (
     POOL_BATCHES,
+    Draws,
     EvaluationBatches,
     Facts,
     Order,
@@ -139,6 +140,47 @@ def test_a_mixing_partner_is_the_sample_before_in_the_global_batch(sampler, data
         partners = [id for request in step if request.num_counted for id in request.ids[:-1].tolist()]
         assert partners == [batch[-1], *batch[:-1]]
         assert joined(step) == batch
+
+
+def occurrences(request: Request) -> list[int | None]:
+    """Of each id of the request."""
+    return [None] * len(request.ids) if request.occurrences is None else request.occurrences.tolist()
+
+
+@each_sampler
+@given(data=st.data(), size=world_sizes, with_partner=st.booleans())
+def test_each_draw_of_a_sample_in_an_epoch_has_its_number_at_every_world_size(sampler, data, size, with_partner):
+    run = data.draw(orders(sampler))
+    start = data.draw(st.integers(0, run[1].total_steps))
+    expected: list[dict[int, int | None]] = []  # of each step, by place in the global batch
+    epoch, seen = 0, Counter()
+    for request in all_ranks(run, 1)[0]:
+        if request.epoch != epoch:
+            epoch, seen = request.epoch, Counter()
+        numbers = {}
+        for place, sample in enumerate(request.ids.tolist()):
+            numbers[place] = seen[sample] if sampler in ("weighted", "balanced") else None
+            seen[sample] += 1
+        expected.append(numbers)
+    for rank, requests in enumerate(all_ranks(run, size, start, with_partner)):
+        for request in requests:
+            places = list(rank_slice(range(request.global_count), World(rank, size)))
+            if with_partner:
+                places = [((places[0] if places else 0) - 1) % request.global_count, *places]
+            if not request.num_counted:
+                places.append(0)  # a stand-in
+            assert occurrences(request) == [expected[request.step][place] for place in places]
+
+
+@given(seed=seeds, start=st.integers(0, 60), stop=st.integers(0, 60))
+def test_a_part_of_the_draws_is_that_of_all(seed, start, stop):
+    bounds = np.arange(1, 61) / 60
+    drawn = np.random.Generator(np.random.Philox(key=[seed, 3])).random(60)
+    draws = Draws(bounds, seed, 3)
+    expected = np.searchsorted(bounds, drawn, side="right")
+    assert draws[:].tolist() == expected.tolist()
+    assert draws[start:stop].tolist() == expected[start:stop].tolist()
+    assert draws.counts(stop).tolist() == np.bincount(draws[:stop], minlength=60).tolist()
 
 
 @each_sampler
@@ -311,7 +353,7 @@ def test_what_is_drawn_by_weights_is_looked_up_batch_by_batch(monkeypatch: pytes
     order, schedule = made("weighted", 300, batch_size=8)
     looked_up: list[int] = []
 
-    def searchsorted(bounds: np.ndarray, draws: np.ndarray, side: str) -> np.ndarray:
+    def searchsorted(bounds: np.ndarray, draws: np.ndarray, side: str = "left") -> np.ndarray:
         looked_up.append(len(draws))
         return plain(bounds, draws, side=side)  # type: ignore[call-overload]  # side is any of the two
 
@@ -319,7 +361,7 @@ def test_what_is_drawn_by_weights_is_looked_up_batch_by_batch(monkeypatch: pytes
     monkeypatch.setattr(np, "searchsorted", searchsorted)
     batches = iter(TrainingBatches(order, schedule, World(), start_step=20))
     first, second = next(batches), next(batches)
-    assert looked_up == [8, 8]
+    assert looked_up == [300, 8, 8]  # once, to count how often each sample was drawn before
     assert [*first.ids, *second.ids] == order(0)[160:176].tolist()
 
 
