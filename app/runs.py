@@ -235,12 +235,7 @@ def open_run(config: Config) -> Run:
     would change the result of the run that has this name. One without a checkpoint never began: its
     name is free for any config.
     """
-    try:
-        files = run_storage(config).names("")
-    except BadInput:
-        raise
-    except Exception as error:  # whatever an object store raises where it may not be listed
-        raise BadInput(f"--output-dir {config.output_dir} cannot be read: {error}") from None
+    files = run_storage(config).names("")
     if SWEEP in files:
         raise BadInput(f"--run-name {config.run_name}: {run_storage(config).root} is a sweep's; choose another name")
     known, names = read_run(run_storage(config)), checkpoint_names(checkpoint_storage(config))
