@@ -43,7 +43,7 @@ METADATA_ADDRESS = ("169.254.169.254", 80)
 METADATA = re.compile(r"169\.254\.169\.254|metadata\.google\.internal")
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 CREDENTIALS_OVER = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
-TRANSIENT = ("HTTP error:", "<Code>RequestTimeout", "<Code>SlowDown", "<Code>InternalError", "NoSuchUpload")
+TRANSIENT = re.compile("HTTP error:|<Code>(RequestTimeout|SlowDown|InternalError|NoSuchUpload)</Code>")
 
 HELP = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, install boto3 for the profiles of ~/.aws, or give the "
@@ -257,7 +257,7 @@ class ObjectStore:
         if any(code in text for code in CREDENTIALS_OVER):
             return BadInput(f"{self.setting}: {what} was refused ({words}); {HELP[scheme]}")
         gave_up = re.search(r" in ([\d.]+)(m?)s, after \d+ retries", text)
-        if status in retry.TRANSIENT_STATUS or any(code in text for code in TRANSIENT):
+        if status in retry.TRANSIENT_STATUS or (TRANSIENT.search(text) and "builder error" not in text):
             if gave_up and float(gave_up[1]) / (1000 if gave_up[2] else 1) >= self._budget_s:
                 return Unavailable(f"{what} failed for {self._budget_s:g} s: {words}")
             return ConnectionError(words)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import IO
 
@@ -13,16 +14,18 @@ PREFIX, OWNER = "evenkeel-", ".owner"
 
 # The folder of this process, and the file in it whose lock says that the process is alive.
 _own: tuple[Path, IO[str]] | None = None
+_one_at_a_time = threading.Lock()
 
 
 def scratch_folder() -> Path:
     """Return a new empty folder in the system's temporary directory. It is removed when the process exits; if the
     process is killed, the next process that asks for one removes it."""
     global _own
-    if _own is None:
-        _remove_abandoned()
-        _own = _claim()
-        atexit.register(shutil.rmtree, _own[0], ignore_errors=True)
+    with _one_at_a_time:
+        if _own is None:
+            _remove_abandoned()
+            _own = _claim()
+            atexit.register(shutil.rmtree, _own[0], ignore_errors=True)
     return Path(tempfile.mkdtemp(dir=_own[0]))
 
 
@@ -53,7 +56,8 @@ def _remove_abandoned() -> None:
 
 def _forget() -> None:
     """In a forked process: it has a copy of the owner's file, which would keep the lock when the owner is gone."""
-    global _own
+    global _own, _one_at_a_time
+    _one_at_a_time = threading.Lock()  # another thread may have held it
     if _own is not None:
         _own[1].close()
         atexit.unregister(shutil.rmtree)  # the folder is the parent's

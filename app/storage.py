@@ -77,6 +77,11 @@ class Storage:
         self.local: Path | None = None
         scheme, separator, rest = root.partition("://")
         if separator and scheme in SCHEMES and rest.partition("/")[0]:
+            if "?" in rest:
+                raise BadInput(
+                    f"{setting} {without_credentials(root)}: leave out what follows '?', and give an address in "
+                    "AWS_ENDPOINT_URL and a region in AWS_REGION"
+                )
             return
         if separator and (scheme != "file" or not rest.startswith("/")):
             raise BadInput(

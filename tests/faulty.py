@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 # busy: the answer is 503. reset: the connection is reset before the request is passed on. lost: the request is passed
 # on, and the connection is reset in place of an answer. cut: the connection is reset in the middle of the answer's
-# body. stall: there is no answer.
+# body. stall: there is no answer. (moved, which a test may ask for: the answer is 301.)
 FAULTS = ("busy", "reset", "lost", "cut", "stall")
 
 
@@ -66,6 +66,8 @@ class FaultyProxy:
                     proxy._released.wait()
                 if fault in ("stall", "reset"):
                     return self._reset()
+                if fault == "moved":
+                    return self._answer(301, {}, b"<Error><Code>PermanentRedirect</Code></Error>")
                 if fault == "busy":
                     return self._answer(503, {}, b"<Error><Code>SlowDown</Code></Error>")
                 connection = http.client.HTTPConnection(upstream, timeout=60)

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from app.storage import Storage
+
 BUCKET = "evenkeel"
 KEY, SECRET = "a-key", "a-secret-of-some-length"
 
@@ -76,6 +78,14 @@ def environment(endpoint: str) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_REGION": "us-east-1",
     }
+
+
+def upload(folder: Path, root: str) -> str:
+    """Copy a folder's files below a root. Returns the root."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            Storage(root).write(path.relative_to(folder).as_posix(), path.read_bytes())
+    return root
 
 
 def new_root(kind: str, folder: Path) -> str:

@@ -140,6 +140,11 @@ def test_a_uri_that_is_not_supported(uri: str) -> None:
         Storage(uri)
 
 
+def test_options_in_a_uri_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"leave out what follows '[?]', and give an address in AWS_ENDPOINT_URL"):
+        Storage("s3://bucket/runs?endpoint_override=localhost:9000")
+
+
 def test_a_file_uri_is_a_path(tmp_path: Path) -> None:
     folder = tmp_path / "a folder"
     storage = Storage(folder.as_uri())
