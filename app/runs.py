@@ -199,7 +199,7 @@ def find_checkpoint(given: str) -> str:
     refuse_secrets(without_credentials(given), given)
     root = given.rstrip("/") if "://" in given else os.path.abspath(given)
     for path in (root, os.path.abspath(os.path.join("runs", given))):
-        storage = Storage(path)
+        storage = Storage(path, "checkpoint")
         if "manifest.json" in storage.names(""):
             return path
         run = read_run(storage)

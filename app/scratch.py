@@ -32,13 +32,11 @@ def scratch_folder() -> Path:
 def _claim() -> tuple[Path, IO[str]]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        try:
-            file = (folder / OWNER).open("w")
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if (folder / OWNER).exists():
-                return folder, file
-        except FileNotFoundError:
-            pass  # another process took the folder for an abandoned one before it was locked
+        file = (folder / OWNER).open("w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if (folder / OWNER).exists():
+            return folder, file
+        file.close()  # another process took the folder for an abandoned one before it was locked
 
 
 def _remove_abandoned() -> None:
