@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -90,16 +90,12 @@ class ObjectStore:
         """All objects below a path, or the one that the path names, sorted. Their paths are relative to this path."""
         key = self._key(path)
         found = self._call("listing", path, lambda store: store.list(key or None).collect())
-        if key and not found:
-            try:
-                found = [self._call("reading", path, lambda store: store.head(key))]
-            except FileNotFoundError:
-                return []
-        folders = {parent for each in found for parent in _parents(each["path"])}
-        return sorted(
-            (_described(each, each["path"][len(key) :].lstrip("/")) for each in found if each["path"] not in folders),
-            key=lambda each: each.path,
-        )
+        # An empty object may stand for a folder (NAME/): obstore lists it as NAME, where there is no object.
+        found = [each for each in found if each["size"] or self._head(each["path"])]
+        if key and not found and (itself := self._head(key)):
+            found = [itself]
+        described = (_described(each, each["path"][len(key) :].lstrip("/")) for each in found)
+        return sorted(described, key=lambda each: each.path)
 
     def exists(self, path: str = "") -> bool:
         """Return True if the path names an object or a folder."""
@@ -214,6 +210,13 @@ class ObjectStore:
     @property
     def _budget_s(self) -> float:
         return retry.RETRY_S if self.retry_s is None else self.retry_s
+
+    def _head(self, key: str) -> Any | None:
+        """The description of the object with this key; None if there is none."""
+        try:
+            return self._call("reading", "", lambda store: store.head(key))
+        except FileNotFoundError:
+            return None
 
     def _key(self, path: str) -> str:
         prefix = self.uri.partition("://")[2].partition("/")[2]
@@ -339,11 +342,6 @@ def _version(meta: Any) -> Version:
 
 def _described(meta: Any, path: str) -> Object:
     return Object(path, meta["size"], _version(meta), meta["last_modified"].isoformat())
-
-
-def _parents(path: str) -> Iterator[str]:
-    while path := path.rpartition("/")[0]:
-        yield path
 
 
 @functools.cache

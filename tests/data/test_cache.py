@@ -117,12 +117,13 @@ def test_what_has_changed_is_fetched_anew(
 @pytest.mark.parametrize("root", ["moto"], indirect=True)
 def test_objects_that_stand_for_folders_are_no_files(source: Path, root: str, tmp_path: Path) -> None:
     uri = upload(source, root)
-    for marker in ("", "train/", "train/cat/"):  # as consoles write them
+    for marker in ("", "train/", "train/cat/", "empty/"):  # as consoles write them
         path = f"{root.removeprefix('s3://')}/{marker}"
         urllib.request.urlopen(urllib.request.Request(f"{os.environ['AWS_ENDPOINT_URL']}/{path}", b"", method="PUT"))
     assert contents(local_copy(uri, tmp_path / "cache")) == contents(source)
+    assert Storage(uri).files("empty") == []
     assert Storage(uri).names("train") == ["cat", "dog"]
-    assert Storage(uri).names("") == ["train", "val"]
+    assert Storage(uri).names("") == ["empty", "train", "val"]
 
 
 def test_no_room(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
