@@ -314,6 +314,9 @@ class ObjectFile:
         if self._copy is not None:
             self._copy.close()
 
+    def __del__(self) -> None:
+        self.close()  # pyarrow drops files without closing them
+
     def __enter__(self) -> Self:
         return self
 
