@@ -25,7 +25,7 @@ def scratch_folder() -> Path:
         if _own is None:
             _remove_abandoned()
             _own = _claim()
-            atexit.register(shutil.rmtree, _own[0], ignore_errors=True)
+            atexit.register(_remove_own)
     return Path(tempfile.mkdtemp(dir=_own[0]))
 
 
@@ -37,6 +37,12 @@ def _claim() -> tuple[Path, IO[str]]:
         if (folder / OWNER).exists():
             return folder, file
         file.close()  # another process took the folder for an abandoned one before it was locked
+
+
+def _remove_own() -> None:
+    assert _own is not None
+    shutil.rmtree(_own[0], ignore_errors=True)
+    _own[1].close()
 
 
 def _remove_abandoned() -> None:
@@ -58,7 +64,7 @@ def _forget() -> None:
     _one_at_a_time = threading.Lock()  # another thread may have held it
     if _own is not None:
         _own[1].close()
-        atexit.unregister(shutil.rmtree)  # the folder is the parent's
+        atexit.unregister(_remove_own)  # the folder is the parent's
         _own = None
 
 
