@@ -31,6 +31,8 @@ from app.nodes import look_here
 from app.outcome import Outcome
 from app.places import Places, draining_nodes
 from app.progress import LOOK_EVERY_S, Display
+from app.scratch import scratch_folder
+from app.storage import Storage
 from app.tracking import LIVE_EVERY_S, Progress
 
 if TYPE_CHECKING:
@@ -238,7 +240,8 @@ def in_workers(
         # contradict what lies in the run's folder.
         "run_config": RunConfig(
             name=config.run_name,
-            storage_path=config.output_dir,
+            # Ray writes a folder's marker, and a list of its own checkpoints: none are for an object store.
+            storage_path=str(Storage(config.output_dir).local or scratch_folder()),
             failure_config=budget,
             callbacks=[TellFailures(task["tracker"])],
             worker_runtime_env={} if cluster.use_gpu else {"env_vars": variables()},

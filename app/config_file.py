@@ -34,7 +34,7 @@ def _text(path: str) -> str:
     if "://" not in path:
         return Path(path).read_text()
     folder, _, name = path.rpartition("/")
-    data = Storage(folder).read(name)
+    data = Storage(folder, "--config").read(name)
     if data is None:
         raise BadInput(f"--config {path}: there is no such file")
     return data.decode()

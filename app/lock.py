@@ -1,6 +1,7 @@
 """One job at a time for a run's name."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -14,11 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from app.errors import BadInput
+from app.errors import BadInput, TrainingFailed
+from app.object_store import ObjectStore
 from app.storage import Storage
 
 LOCK = "run.lock"
-# An object store has no locks: there the holder renews its note, and one that is not renewed is stale.
+# An object store has no locks: there the holder renews a note, and one that is not renewed is stale.
 RENEW_S, STALE_S = 5.0, 15.0
 
 
@@ -81,39 +83,23 @@ def _locked(folder: Path, run_name: str, me: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted(storage: Storage, run_name: str, me: str) -> Iterator[None]:
-    def note() -> bytes | None:
-        return storage.read(LOCK)
-
-    def write() -> bytes:
-        # Another one each time: clocks of two machines may differ, so nobody compares times.
-        content = json.dumps({"holder": me, "renewed": secrets.token_hex(8)}).encode()
-        storage.write(LOCK, content)
-        return content
-
-    found, deadline = note(), time.monotonic() + STALE_S
-    while found is not None and time.monotonic() < deadline:
-        time.sleep(RENEW_S / 10)
-        if (now := note()) not in (found, None):
-            raise _refusal(run_name, _holder(now))
-        found = now
-    mine = write()
-    time.sleep(RENEW_S / 2)
-    if (now := note()) != mine:  # two came at the same moment, and the other one was later
-        raise _refusal(run_name, _holder(now))
-
+    note = _Note(storage.remote, me)
+    note.take(run_name)
+    # A renewal is given up before the next one: the note must not become stale behind a request that hangs.
+    note.store = dataclasses.replace(storage.remote, retry_s=RENEW_S)
     ended = threading.Event()
 
     def renew() -> None:
-        nonlocal mine
         while not ended.wait(RENEW_S):
             try:
-                if (now := note()) not in (mine, None):
-                    print(f"--run-name {run_name} has been taken over by {_holder(now)}: stopping", file=sys.stderr)
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
-                mine = write()
+                other = note.renew()
             except Exception as error:  # the store does not answer: the next time it may
                 print(f"{storage.uri(LOCK)} could not be renewed ({error})", file=sys.stderr)
+                continue
+            if other is not None:
+                print(f"--run-name {run_name} has been taken over by {_holder(other)}: stopping", file=sys.stderr)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     thread = threading.Thread(target=renew, name="lock", daemon=True)
     thread.start()
@@ -122,9 +108,71 @@ def _noted(storage: Storage, run_name: str, me: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        with contextlib.suppress(OSError):  # a note that stays is stale soon
-            if note() == mine:
-                storage.delete(LOCK)
+        with contextlib.suppress(BadInput, TrainingFailed):  # a note that stays is stale soon
+            note.release()
+
+
+class _Note:
+    """The note of a holder in an object store.
+
+    Each of its writes is conditional on what was read before, so that of two jobs that write at the same moment, or
+    of which one's request is slow, one is refused. Where a store does not check conditions, a job that has written
+    waits and looks whether its note is still there.
+    """
+
+    def __init__(self, store: ObjectStore, me: str):
+        self.store, self._me = store, me
+        self._written: list[bytes] = []  # the newest last; of one whose request failed it is not known if it arrived
+        self._conditional = True
+
+    def take(self, run_name: str) -> None:
+        """Raises BadInput if another job holds the name."""
+        found, deadline = self.store.get(LOCK), time.monotonic() + STALE_S
+        while found is not None and time.monotonic() < deadline:
+            time.sleep(RENEW_S / 10)
+            now = self.store.get(LOCK)
+            if now is not None and now[0] != found[0]:
+                raise _refusal(run_name, _holder(now[0]))
+            found = now
+        version, mine = found[1] if found else None, self._new()
+        taken = self.store.put_if(LOCK, mine, version)
+        if taken and not self.store.checks_versions(LOCK, mine, version):
+            self._conditional = False
+            print(
+                f"{self.store.uri} has no conditional writes: two jobs named {run_name} that are started within "
+                f"{RENEW_S:g} s can overlap for some seconds",
+                file=sys.stderr,
+            )
+            time.sleep(RENEW_S / 2)
+            now = self.store.get(LOCK)
+            taken = now is not None and now[0] == mine
+        if not taken:
+            now = self.store.get(LOCK)
+            raise _refusal(run_name, _holder(now[0] if now else None))
+
+    def renew(self) -> bytes | None:
+        """Return the note of another job that has taken over, if there is one."""
+        while True:
+            now = self.store.get(LOCK)
+            if now is not None and now[0] not in self._written:
+                return now[0]
+            new = self._new()
+            if not self._conditional:
+                self.store.put(LOCK, new)
+                return None
+            if self.store.put_if(LOCK, new, now[1] if now else None):
+                return None
+
+    def release(self) -> None:
+        now = self.store.get(LOCK)
+        if now is not None and now[0] in self._written:
+            self.store.delete(LOCK)
+
+    def _new(self) -> bytes:
+        # Another one each time: clocks of two machines may differ, so nobody compares times.
+        content = json.dumps({"holder": self._me, "renewed": secrets.token_hex(8)}).encode()
+        self._written = [*self._written[-100:], content]
+        return content
 
 
 def _holder(note: bytes | None) -> str:

@@ -80,11 +80,8 @@ def look(packages: Sequence[str], root: str, marker: str, token: str, data_dir: 
     def is_there(place: str) -> bool | str:
         if "://" not in place:
             return os.path.exists(place)
-        from pyarrow.fs import FileSystem, FileType
-
         try:
-            filesystem, path = FileSystem.from_uri(place)
-            return filesystem.get_file_info(path).type != FileType.NotFound
+            return Storage(place, "--data-dir").exists()
         except Exception as error:  # as above
             return f"{type(error).__name__}: {error}"
 

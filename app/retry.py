@@ -32,7 +32,7 @@ _TRANSIENT_ERRNOS = {
     )
     if hasattr(errno, name)  # macOS has no EREMOTEIO
 }
-_TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}  # of HTTP
+TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}  # of HTTP
 # pauses must not draw from the generator that the user's own code draws from
 _jitter = random.Random()
 
@@ -53,7 +53,7 @@ def _is_transient(error: BaseException) -> bool:
     if isinstance(error, Unavailable | ConnectionError | TimeoutError):
         return True
     status = getattr(error, "code", None) or getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(status, int) and status in _TRANSIENT_STATUS:  # urllib's and requests' HTTPError
+    if isinstance(status, int) and status in TRANSIENT_STATUS:  # urllib's and requests' HTTPError
         return True
     # OSError without a number is also what Pillow raises for a damaged image: not transient by itself.
     return isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
@@ -69,13 +69,14 @@ def pauses(budget_s: float | None = None) -> Iterator[float]:
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def retry(work: Callable[[], T], what: str) -> T:
-    """Return work(), which is called again while it raises a transient error, for RETRY_S seconds.
+def retry(work: Callable[[], T], what: str, budget_s: float | None = None) -> T:
+    """Return work(), which is called again while it raises a transient error, for RETRY_S seconds or the budget.
 
     what: the operation and its path or URI, such as "reading s3://bucket/runs/r/run.json".
     Raises Unavailable when the time is up, and any other error at once.
     """
-    waits = pauses()
+    budget_s = RETRY_S if budget_s is None else budget_s
+    waits = pauses(budget_s)
     tries = 1
     while True:
         try:
@@ -85,9 +86,9 @@ def retry(work: Callable[[], T], what: str) -> T:
                 raise
             pause = next(waits, None)
             if pause is None:
-                raise Unavailable(f"{what} failed {tries} times within {RETRY_S:g} s: {describe(error)}") from error
+                raise Unavailable(f"{what} failed {tries} times within {budget_s:g} s: {describe(error)}") from error
             if tries == 1:
-                print(f"{what} failed ({describe(error)}): retrying for {RETRY_S:g} s", file=sys.stderr)
+                print(f"{what} failed ({describe(error)}): retrying for {budget_s:g} s", file=sys.stderr)
         time.sleep(pause)
         tries += 1
 

@@ -22,7 +22,7 @@ from app.config import (
     is_weights_file,
     is_weights_path,
 )
-from app.errors import BadInput, Unavailable
+from app.errors import BadInput
 from app.storage import Storage, refuse_secrets, without_credentials
 
 RUN, TOKENIZER, SWEEP = "run.json", "tokenizer.json", "sweep.json"
@@ -205,7 +205,7 @@ def find_checkpoint(given: str) -> str:
     refuse_secrets(without_credentials(given), given)
     root = given.rstrip("/") if "://" in given else os.path.abspath(given)
     for path in (root, os.path.abspath(os.path.join("runs", given))):
-        storage = Storage(path)
+        storage = Storage(path, "checkpoint")
         if "manifest.json" in storage.names(""):
             return path
         run = read_run(storage)
@@ -263,13 +263,7 @@ def open_run(config: Config) -> Run:
 
 
 def _refuse_sweep(config: Config) -> None:
-    try:
-        files = run_storage(config).names("")
-    except (BadInput, Unavailable):
-        raise
-    except Exception as error:  # whatever an object store raises where it may not be listed
-        raise BadInput(f"--output-dir {config.output_dir} cannot be read: {error}") from None
-    if SWEEP in files:
+    if SWEEP in run_storage(config).names(""):
         raise BadInput(f"--run-name {config.run_name}: {run_storage(config).root} is a sweep's; choose another name")
 
 

@@ -19,9 +19,13 @@ os.environ.pop("MLFLOW_TRACKING_URI", None)
 import logging
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+from app.object_store import open_bucket
+from tests import stores
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("without a clock", deadline=None)
@@ -62,3 +66,36 @@ def local_ray() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with stores.rclone_server(tmp_path_factory.mktemp("rclone")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    with stores.moto_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def object_root(moto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A URI in an object store where nothing is yet."""
+    for name, value in stores.environment(moto).items():
+        monkeypatch.setenv(name, value)
+    open_bucket.cache_clear()
+    yield stores.new_root("moto", tmp_path)
+    open_bucket.cache_clear()
+
+
+@pytest.fixture(params=["disk", "rclone", "moto"])
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A root for Storage where nothing is yet: a path, and a URI on each S3 server."""
+    if request.param != "disk":
+        for name, value in stores.environment(request.getfixturevalue(request.param)).items():
+            monkeypatch.setenv(name, value)
+    open_bucket.cache_clear()
+    yield stores.new_root(request.param, tmp_path)
+    open_bucket.cache_clear()

@@ -35,8 +35,8 @@ def publish(storage: Storage, step: int, record: bytes) -> None:
 class Machine:
     """A machine with a disk of its own, on which a command trains a run whose files are in the storage."""
 
-    def __init__(self, name: str, tmp_path: Path):
-        self.storage, self._uri = Storage(f"{tmp_path.as_uri()}/r"), f"sqlite:///{tmp_path}/mlflow.db"
+    def __init__(self, name: str, tmp_path: Path, root: str):
+        self.storage, self._uri = Storage(f"{root}/r"), f"sqlite:///{tmp_path}/mlflow.db"
         self.name, self.folder = name, tmp_path / name
         self.start()
 
@@ -71,8 +71,8 @@ Start = Callable[[str], Machine]
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Start:
-    return lambda name: Machine(name, tmp_path)
+def machine(tmp_path: Path, object_root: str) -> Start:
+    return lambda name: Machine(name, tmp_path, object_root)
 
 
 def once(to: int) -> list[int]:
@@ -235,25 +235,25 @@ def test_of_samples_that_cannot_be_read_each_machine_knows_all(machine: Start) -
     assert (first.folder / "bad_samples.txt").read_text() == "b.png\nc.png\na.png\n"
 
 
-def damaged(storage: Storage) -> None:
+def damaged(storage: Storage, _: Path) -> None:
     storage.write(f"checkpoints/{checkpoint_name(4)}/{RECORD}", b"{}\n")
 
 
-def of_another_run(storage: Storage) -> None:
-    spool = Spool(Path(storage.root.removeprefix("file://")) / "donor")
+def of_another_run(storage: Storage, folder: Path) -> None:
+    spool = Spool(folder / "donor")
     spool.append_metrics(100, {"train/loss": 9.0})
     publish(storage, 4, snapshot(spool, "donor"))
 
 
 @pytest.mark.parametrize("spoil", [damaged, of_another_run])
 def test_a_record_that_is_damaged_or_another_runs_is_passed_over_for_an_earlier_one(
-    machine: Start, spoil: Callable[[Storage], None]
+    machine: Start, spoil: Callable[[Storage, Path], None], tmp_path: Path
 ) -> None:
     first = machine("a")
     for step in (2, 4):
         first.train(step - 2, step)
         first.save(step)
-    spoil(first.storage)
+    spoil(first.storage, tmp_path)
     second = machine("b")
     assert second.spool.last_steps()["train/loss"] == 2
 
@@ -281,11 +281,11 @@ def test_what_is_left_at_the_end_is_stored_with_the_run_until_it_is_delivered(ma
         assert second.storage.read(RECORD) is None
 
 
-def unreachable_run(tmp_path: Path) -> tuple[str, str]:
+def unreachable_run(tmp_path: Path, root: str) -> tuple[str, str]:
     """Left in an object store by a machine that never reached MLflow. Its URI, and MLflow's."""
-    config = Config(run_name="r", output_dir=tmp_path.as_uri(), tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    config = Config(run_name="r", output_dir=root, tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     write_run(Run(config, "killed"))
-    first = Machine("a", tmp_path)
+    first = Machine("a", tmp_path, root)
     first.train(0, 5)
     first.save(5)
     return first.storage.root, first._uri
@@ -301,10 +301,10 @@ def delivered_steps(uri: str) -> list[list[int]]:
 
 
 def test_what_another_machine_left_in_an_object_store_is_delivered_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, object_root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.lock.RENEW_S", 0.01)
-    root, uri = unreachable_run(tmp_path)
+    root, uri = unreachable_run(tmp_path, object_root)
     store_rest(Storage(root), Storage(root).read(f"checkpoints/{checkpoint_name(5)}/{RECORD}"))
     for machine_name in ("b", "b", "c"):
         (tmp_path / machine_name).mkdir(exist_ok=True)
@@ -314,20 +314,22 @@ def test_what_another_machine_left_in_an_object_store_is_delivered_by_hand(
         assert RECORD not in Storage(root).names("")
 
 
-def test_a_run_that_is_being_trained_is_not_delivered_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_being_trained_is_not_delivered_by_hand(
+    tmp_path: Path, object_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("app.lock.RENEW_S", 0.01)
-    root, _ = unreachable_run(tmp_path)
+    root, _ = unreachable_run(tmp_path, object_root)
     with held(Storage(root), "r"), pytest.raises(BadInput, match="--run-name r is being trained right now"):
         deliver_by_hand([root])
 
 
-def test_only_a_run_in_an_object_store_has_a_record_in_its_checkpoints(tmp_path: Path) -> None:
+def test_only_a_run_in_an_object_store_has_a_record_in_its_checkpoints(tmp_path: Path, object_root: str) -> None:
     local = Tracker(str(tmp_path / "local"), str(tmp_path / "r"), None, "tests", "r")
     assert local.snapshot() is None
-    remote = Tracker(str(tmp_path / "remote"), f"{tmp_path.as_uri()}/r", None, "tests", "r")
+    remote = Tracker(str(tmp_path / "remote"), f"{object_root}/r", None, "tests", "r")
     remote.metrics(3, {"train/loss": 1.0})
-    publish(Storage(f"{tmp_path.as_uri()}/r"), 3, remote.snapshot() or b"")
-    again = Tracker(str(tmp_path / "elsewhere"), f"{tmp_path.as_uri()}/r", None, "tests", "r")
+    publish(Storage(f"{object_root}/r"), 3, remote.snapshot() or b"")
+    again = Tracker(str(tmp_path / "elsewhere"), f"{object_root}/r", None, "tests", "r")
     again.metrics(3, {"train/loss": 1.0})
     again.metrics(4, {"train/loss": 1.0})
     steps = [r["step"] for r, _ in read_records(tmp_path / "elsewhere", 0)]

@@ -14,6 +14,7 @@ from ray.tune.search import BasicVariantGenerator
 from app.errors import TrainingFailed
 from app.interrupt import Interrupt
 from app.progress import LOOK_EVERY_S, Display
+from app.storage import Storage
 from tune.ledger import METRICS, Ledger
 from tune.recorder import Recorder
 from tune.room import resources
@@ -74,7 +75,7 @@ def conduct(
         ),
         run_config=RunConfig(
             name=TUNE_FILES,
-            storage_path=task.root,
+            **_tune_storage(task.root),
             verbose=0,
             callbacks=[recorder],
             stop=StopAll(interrupt, recorder),
@@ -105,6 +106,16 @@ def conduct(
     if failure:
         reason = str(failure[0]).strip().splitlines()[-1:] or [type(failure[0]).__name__]
         raise TrainingFailed(f"Ray Tune ended: {reason[0]}; the same command goes on with the sweep") from failure[0]
+
+
+def _tune_storage(root: str) -> dict[str, Any]:
+    """Where Ray Tune keeps its own files, as its RunConfig has it."""
+    if (local := Storage(root).local) is not None:
+        return {"storage_path": str(local)}
+    from app.arrow_store import arrow_filesystem
+
+    filesystem, path = arrow_filesystem(root)
+    return {"storage_path": path, "storage_filesystem": filesystem}
 
 
 class StopAll(Stopper):

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from app.config import Config
 from app.errors import BadInput
+from app.storage import File, Storage
 
 MIB = 2**20
 THREADS = 16
@@ -45,34 +46,25 @@ def local_copy(uri: str, cache_dir: str | Path | None = None) -> Path:
     Its name follows from the names, sizes and times of what lies at the URI: what has changed there is
     fetched anew.
     """
-    import pyarrow
-    from pyarrow.fs import FileSelector, FileSystem, FileType
-
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache, flag = Path(cache_dir or os.path.join(home, "evenkeel")), f"--data-dir {uri}"
-    try:
-        source, path = FileSystem.from_uri(uri)
-        info = source.get_file_info(path)
-        if info.type == FileType.NotFound:
-            raise BadInput(f"{flag}: no such file or directory")
-        listed = [info] if info.type == FileType.File else source.get_file_info(FileSelector(path, recursive=True))
-    except (pyarrow.ArrowException, ValueError, ImportError, OSError) as error:
-        raise BadInput(f"{flag}: {error}") from None
-    files = sorted((each.path, each.size, each.mtime_ns) for each in listed if each.type == FileType.File)
+    source = Storage(uri, "--data-dir")
+    files = source.files()
     if not files:
-        raise BadInput(f"{flag}: there are no files")
-    if outside := [file for file, _, _ in files if ".." in file.split("/")]:  # an object's name may have it
+        raise BadInput(f"{flag}: there are no files" if source.exists() else f"{flag}: no such file or directory")
+    if outside := [file.path for file in files if ".." in file.path.split("/")]:  # an object's name may have it
         raise BadInput(f"{flag}: {outside[0]} would be written outside of the copy: rename it")
     name = hashlib.sha256(repr((uri, files)).encode()).hexdigest()[:16]
-    copy, unfinished = cache / name / Path(path).name, cache / f".{name}" / Path(path).name
+    called = source.root.rpartition("/")[2]
+    copy, unfinished = cache / name / called, cache / f".{name}" / called
 
-    def fetch(file: tuple[str, int, int]) -> None:
-        fetch_file(source, file[0], file[1], unfinished / Path(file[0]).relative_to(path))
+    def fetch(file: File) -> None:
+        fetch_file(source, file, unfinished / file.path if file.path else unfinished)
 
     with alone(cache / f"{name}.lock", flag, unfinished.parent):
         if copy.exists():
             return copy
-        size = sum(size for _, size, _ in files) - size_of(unfinished.parent)
+        size = sum(file.size for file in files) - size_of(unfinished.parent)
         if (free := shutil.disk_usage(cache).free) < size:
             raise BadInput(
                 f"{flag}: {size // MIB:,} MiB are to be fetched, and there is room for {free // MIB:,} in {cache}: "
@@ -87,23 +79,21 @@ def local_copy(uri: str, cache_dir: str | Path | None = None) -> Path:
             copy.parent.mkdir(exist_ok=True)
             os.rename(unfinished, copy)
             unfinished.parent.rmdir()
-        except (pyarrow.ArrowException, OSError) as error:
+        except OSError as error:
             raise BadInput(
                 f"{flag} could not be fetched into {cache}: {error}; the same command goes on with what is there"
             ) from None
     return copy
 
 
-def fetch_file(source: Any, path: str, size: int, target: Path) -> None:
-    """What the target lacks of a file in a pyarrow FileSystem. Raises OSError, or ArrowException."""
+def fetch_file(source: Storage, file: File, target: Path) -> None:
+    """Fetch what the target lacks of a file. Raises OSError if it cannot be written, or is another file by now."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("ab") as write:
-        if write.tell() < size:
-            with source.open_input_file(path) as read:
-                read.seek(write.tell())
-                shutil.copyfileobj(read, write, 8 * MIB)
-        if write.tell() != size:
-            raise OSError(f"{path} has {write.tell():,} bytes, and had {size:,}: it changed meanwhile")
+    target.touch()  # an empty one needs no request
+    if target.stat().st_size < file.size:
+        source.fetch(file.path, target, file.size)
+    if (size := target.stat().st_size) != file.size:
+        raise OSError(f"{source.uri(file.path)} has {size:,} bytes, and had {file.size:,}: it changed meanwhile")
 
 
 @contextlib.contextmanager

@@ -5,21 +5,22 @@ when a batch needs it: with sampling.streamed_order each rank goes through row g
 first row to the last.
 """
 
+import contextlib
 import hashlib
 import io
-import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from app.config import Config
 from app.data.sampling import Facts
 from app.errors import BadInput
+from app.retry import retry
+from app.storage import File, Storage
 
 if TYPE_CHECKING:
     import torch
@@ -28,35 +29,49 @@ SPLITS = ("train", "val", "test")
 SUFFIX = ".parquet"
 # What pyarrow raises for what it cannot read, damaged files included.
 UNREADABLE = (OSError, ValueError, NotImplementedError)
-# Before a store that does not answer is asked again.
-WAITS_S = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
 class Table:
-    """The files of a split, in order. groups: of each row group its file and its number in that; sizes (n,) int64:
-    their rows. labels: (N,) int64, or as the table has them. columns: the one with images, or those of numbers."""
+    """The files of a split, in order, by their paths below the location. groups: of each row group its file and its
+    number in that; sizes (n,) int64: their rows. labels: (N,) int64, or as the table has them. columns: the one with
+    images, or those of numbers."""
 
-    files: tuple[str, ...]
+    files: tuple[File, ...]
     groups: tuple[tuple[int, int], ...]
     sizes: np.ndarray
     labels: np.ndarray
     columns: tuple[str, ...]
 
 
-@contextmanager
-def _told_of(path: str) -> Iterator[None]:
+T = TypeVar("T")
+
+
+def _read_file(storage: Storage, file: File, read: Callable[["_Source"], T], what: str) -> T:
+    """Return read(the file), repeated while a disk or a store fails. what: the part of it that is read.
+
+    Raises BadInput for damaged data; Unavailable, or another OSError, where the file cannot be had.
+    """
+    name = storage.uri(file.path)
+
+    def work() -> T:
+        with contextlib.closing(_Source(storage.open(file.path, file.size))) as source:
+            try:
+                return read(source)
+            except UNREADABLE as error:
+                if source.failed:
+                    raise
+                raise BadInput(f"{name}{what} is damaged: {error}") from None
+
+    return retry(work, f"reading {name}")
+
+
+def _read_beforehand(storage: Storage, file: File, read: Callable[["_Source"], T]) -> T:
+    """As _read_file(); before training starts a file that cannot be had is bad input too."""
     try:
-        yield
-    except UNREADABLE as error:
-        raise BadInput(f"--data-dir: {path} cannot be read: {error}") from None
-
-
-def filesystem_of(location: str) -> tuple[Any, str]:
-    """pyarrow's file system and the path in it, of a path or a URI."""
-    from pyarrow.fs import FileSystem, LocalFileSystem
-
-    return FileSystem.from_uri(location) if "://" in location else (LocalFileSystem(), location)
+        return _read_file(storage, file, read, "")
+    except OSError as error:
+        raise BadInput(f"--data-dir: {storage.uri(file.path)} cannot be read: {error}") from None
 
 
 def find_tables(config: Config) -> tuple[dict[str, Table], tuple[str, ...]]:
@@ -65,16 +80,15 @@ def find_tables(config: Config) -> tuple[dict[str, Table], tuple[str, ...]]:
     Raises BadInput for what cannot be trained on.
     """
     location = str(config.data_dir)
-    with _told_of(location):
-        filesystem, root = filesystem_of(location)
-        files = {split: found for split in SPLITS if (found := _find_files(filesystem, f"{root}/{split}"))}
+    storage = Storage(location, "--data-dir")
+    files = {split: found for split in SPLITS if (found := _find_files(storage, split))}
     if missing := [split for split in ("train", "val") if split not in files]:
         raise BadInput(
             f"--data-dir {location} has no folder {missing[0]} with {SUFFIX} files in it: of a table that is streamed, "
             "train and val are folders of their own (and test, if there is one)"
         )
-    columns = _input_columns(config, filesystem, files["train"][0])
-    tables = {split: _read_table(config, filesystem, files[split], columns) for split in files}
+    columns = _input_columns(config, storage, files["train"][0])
+    tables = {split: _read_table(config, storage, files[split], columns) for split in files}
     if empty := [split for split, table in tables.items() if not len(table.labels)]:
         raise BadInput(f"--data-dir {location}: {empty[0]} has no rows")
     classes = np.unique(tables["train"].labels)
@@ -88,21 +102,19 @@ def find_tables(config: Config) -> tuple[dict[str, Table], tuple[str, ...]]:
     return tables, tuple(map(str, classes.tolist()))
 
 
-def _find_files(filesystem: Any, folder: str) -> tuple[str, ...]:
-    from pyarrow.fs import FileSelector
-
-    found = filesystem.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True))
-    return tuple(sorted(info.path for info in found if info.is_file and info.path.endswith(SUFFIX)))
+def _find_files(storage: Storage, folder: str) -> tuple[File, ...]:
+    found = storage.files(folder)
+    return tuple(replace(file, path=f"{folder}/{file.path}") for file in found if file.path.endswith(SUFFIX))
 
 
-def _input_columns(config: Config, filesystem: Any, path: str) -> tuple[str, ...]:
+def _input_columns(config: Config, storage: Storage, file: File) -> tuple[str, ...]:
     """--image-column, or all columns of numbers but the label's. Raises BadInput if there are none."""
     from pyarrow.parquet import read_schema
 
     if config.image_column is not None:
         return (config.image_column,)
-    with _told_of(path), filesystem.open_input_file(path) as source:
-        columns = tuple(each.name for each in read_schema(source) if _is_number(each.type))
+    schema = _read_beforehand(storage, file, read_schema)
+    columns = tuple(each.name for each in schema if _is_number(each.type))
     if columns := tuple(name for name in columns if name != config.label_column):
         return columns
     raise BadInput(
@@ -111,26 +123,33 @@ def _input_columns(config: Config, filesystem: Any, path: str) -> tuple[str, ...
     )
 
 
-def _read_table(config: Config, filesystem: Any, files: tuple[str, ...], columns: tuple[str, ...]) -> Table:
+def _read_table(config: Config, storage: Storage, files: tuple[File, ...], columns: tuple[str, ...]) -> Table:
     with ThreadPoolExecutor(16) as threads:
-        read = list(threads.map(lambda path: _read_labels(config, filesystem, path, columns), files))
+        read = list(threads.map(lambda file: _read_labels(config, storage, file, columns), files))
     groups = [(file, group) for file, (sizes, _) in enumerate(read) for group, size in enumerate(sizes) if size]
     sizes = np.array([size for sizes, _ in read for size in sizes if size], np.int64)
     return Table(files, tuple(groups), sizes, np.concatenate([labels for _, labels in read]), columns)
 
 
-def _read_labels(config: Config, filesystem: Any, path: str, columns: tuple[str, ...]) -> tuple[list[int], np.ndarray]:
+def _read_labels(
+    config: Config, storage: Storage, file: File, columns: tuple[str, ...]
+) -> tuple[list[int], np.ndarray]:
     """The rows of each row group of a file, and its labels. Raises BadInput where a column is not what it must be."""
     from pyarrow import types
     from pyarrow.parquet import ParquetFile
 
-    with _told_of(path), filesystem.open_input_file(path) as source, ParquetFile(source) as file:
-        kinds = {each.name: each.type for each in file.schema_arrow}
-        for column, flag in ((config.label_column, "--label-column"), (config.image_column, "--image-column")):
-            if column is not None and column not in kinds:
-                raise BadInput(f"{flag} {column}: {path} has {', '.join(kinds)}")
-        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        labels = file.read(columns=[config.label_column]).column(0)
+    path = storage.uri(file.path)
+
+    def read(source: _Source) -> tuple[dict[str, Any], list[int], Any]:
+        with ParquetFile(source) as opened:
+            kinds = {each.name: each.type for each in opened.schema_arrow}
+            for column, flag in ((config.label_column, "--label-column"), (config.image_column, "--image-column")):
+                if column is not None and column not in kinds:
+                    raise BadInput(f"{flag} {column}: {path} has {', '.join(kinds)}")
+            sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+            return kinds, sizes, opened.read(columns=[config.label_column]).column(0)
+
+    kinds, sizes, labels = _read_beforehand(storage, file, read)
     for column in columns:
         if config.image_column is None and not (column in kinds and _is_number(kinds[column])):
             raise BadInput(f"--data-dir: {path} has no column of numbers {column}, as the first file of train has")
@@ -163,18 +182,25 @@ def _is_bytes(kind: Any) -> bool:
 
 
 class _Source:
-    """A file for pyarrow. failed: the store did not answer; damaged bytes raise OSError too."""
+    """A file for pyarrow. failed: it could not be read; damaged bytes raise OSError too."""
 
     def __init__(self, file: Any):
         self._file, self.failed, self.closed = file, False, False
         self.seek, self.tell = file.seek, file.tell
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1) -> bytes:
         try:
             return self._file.read(size)
         except OSError:
             self.failed = True
             raise
+        except BadInput as error:  # access is refused: this says nothing of the samples
+            self.failed = True
+            raise OSError(str(error)) from error
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
 
 
 @dataclass
@@ -198,20 +224,18 @@ class ParquetSet:
         self._starts = np.cumsum(self.table.sizes) - self.table.sizes
         self._held: OrderedDict[int, Any] = OrderedDict()
         self._room = 0
-        self._filesystem: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # For the processes of a loader: connections and what was read stay where they are.
-        return self.__dict__ | {"_held": OrderedDict(), "_filesystem": None}
+        return self.__dict__ | {"_held": OrderedDict()}  # what was read stays in its process
 
     def fingerprint(self) -> str:
         """Return a digest of the files' names and of their row groups."""
-        names = [path.rpartition("/")[2] for path in self.table.files]
+        names = [file.path.rpartition("/")[2] for file in self.table.files]
         content = repr((names, self.table.groups, self.table.sizes.tolist(), self.table.columns))
         return f"{len(names):,} files, {hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
     def inputs(self, ids: np.ndarray) -> "torch.Tensor":
-        """Raises BadInput for damaged data, and OSError where the store does not answer."""
+        """Raises BadInput for damaged data, and Unavailable or OSError where a file cannot be had."""
         import torch
 
         groups = np.searchsorted(self._starts, ids, side="right") - 1
@@ -233,15 +257,15 @@ class ParquetSet:
     def _image(self, group: int, row: int) -> "torch.Tensor":
         from app.data.images import decode_image
 
-        path, number = self._place(group)
-        name = f"{path}, row {row + 1} of row group {number}"
+        file, number = self._place(group)
+        name = f"{Storage(self.location).uri(file.path)}, row {row + 1} of row group {number}"
         data = self._held[group][row].as_py()
         data = data["bytes"] if isinstance(data, dict) else data
         if data is None:
             raise BadInput(f"{name} has no image")
         return decode_image(io.BytesIO(data), self.shape, self.channels, name)
 
-    def _place(self, group: int) -> tuple[str, int]:
+    def _place(self, group: int) -> tuple[File, int]:
         """The file of a row group, and its number in that."""
         file, number = self.table.groups[group]
         return self.table.files[file], number
@@ -259,32 +283,20 @@ class ParquetSet:
 
     def _read(self, group: int) -> Any:
         """What is read of a row group: a column of images, or (n, columns) float32."""
-        for wait in WAITS_S:
-            try:
-                return self._read_once(group)
-            except OSError:
-                time.sleep(wait)
-        return self._read_once(group)
-
-    def _read_once(self, group: int) -> Any:
         from pyarrow.parquet import ParquetFile
 
-        if self._filesystem is None:
-            self._filesystem, _ = filesystem_of(self.location)
-        path, number = self._place(group)
-        with self._filesystem.open_input_file(path) as opened:
-            source = _Source(opened)
-            try:
-                with ParquetFile(source, pre_buffer=True) as file:  # few requests, and large ones
-                    table = file.read_row_group(number, columns=list(self.table.columns))
-            except UNREADABLE as error:
-                if source.failed:
-                    raise
-                raise BadInput(f"{path}, row group {number} is damaged: {error}") from None
+        storage, (file, number) = Storage(self.location, "--data-dir"), self._place(group)
+
+        def row_group(source: _Source) -> Any:
+            with ParquetFile(source, pre_buffer=True) as opened:  # few requests, and large ones
+                return opened.read_row_group(number, columns=list(self.table.columns))
+
+        table = _read_file(storage, file, row_group, f", row group {number}")
         if self.channels:
             return table.column(0)
         read = np.stack([np.asarray(table.column(name), np.float32) for name in self.table.columns], axis=1)
         if not np.isfinite(read).all():
             row, column = np.argwhere(~np.isfinite(read))[0]
+            path = storage.uri(file.path)
             raise BadInput(f"{path}, row {row + 1} of row group {number}: {self.table.columns[column]} is no number")
         return read

@@ -1,6 +1,8 @@
 """Tables that are read a row group at a time: every sample once, by few reads, the same at any number of ranks."""
 
+import errno
 import io
+import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
+from app import retry
 from app.config import Config
 from app.data.datasets import check_data, load_splits
 from app.data.loader import Reader
@@ -29,8 +31,10 @@ from app.data.sampling import (
     streamed_order,
 )
 from app.distributed import World
-from app.errors import BadInput
+from app.errors import BadInput, Unavailable
+from app.storage import Storage
 from tests.common import build_training, loader_for, on_ranks
+from tests.stores import upload
 
 Write = Callable[..., Path]
 
@@ -142,14 +146,14 @@ def test_numbers_and_labels_that_are_strings(write: Write) -> None:
     assert splits.train.shown(np.array([0])) == {}
 
 
-def test_a_uri_and_images_as_hugging_face_writes_them(write: Write) -> None:
+def test_a_store_and_images_as_hugging_face_writes_them(write: Write, root: str) -> None:
     in_structs = {"image": lambda ids: [{"bytes": image(4 * i), "path": None} for i in ids]}
     write("val", files=(6,), **in_structs)
-    here = load_splits(config(write(**in_structs)))
-    there = load_splits(config(write(**in_structs).as_uri()))
-    check_data(config(write(**in_structs).as_uri()))
+    here, location = load_splits(config(write(**in_structs))), upload(write(**in_structs), root)
+    check_data(config(location))
+    there = load_splits(config(location))
     ids = np.arange(35)
-    assert torch.equal(here.train.inputs(ids), there.train.inputs(ids))
+    assert torch.equal(here.train.inputs(ids), sent(there.train).inputs(ids))
 
 
 @pytest.fixture
@@ -206,29 +210,24 @@ def test_an_evaluation_reads_in_order(write: Write, read: list[int]) -> None:
     assert 61 <= len(read) <= 62
 
 
-class Store:
-    """A file system that fails as often as `failing` says, when a file is opened or, if late, when it is read."""
+class FailingFile(io.FileIO):
+    """A file that fails as often as `left` says, when it is opened or, if late, when it is read."""
 
-    def __init__(self, failing: int, late: bool):
-        self.failing, self.late = failing, late
+    left, late = 0.0, False
 
-    def _answer(self) -> None:
-        if self.failing:
-            self.failing -= 1
-            raise OSError("AWS Error SLOW_DOWN")
+    def __init__(self, path: Path):
+        if not self.late:
+            self._fail()
+        super().__init__(path)
 
-    def open_input_file(self, path: str) -> io.FileIO:
-        answer = self._answer
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._fail()
+        return super().read(size)
 
-        class File(io.FileIO):
-            def read(self, size: int | None = -1, /) -> bytes:
-                answer()
-                return super().read(size)
-
-        if self.late:
-            return File(path)
-        answer()
-        return io.FileIO(path)
+    def _fail(self) -> None:
+        if type(self).left > 0:
+            type(self).left -= 1
+            raise OSError(errno.ESTALE, "Stale file handle")
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -236,22 +235,34 @@ def test_a_store_that_does_not_answer_is_asked_again_and_is_no_bad_sample(
     write: Write, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     write("val", files=(6,))
-    settings, waits = config(write()), []
-    samples, ids = load_splits(settings).train, np.arange(7)
+    location, ids = write(), np.arange(7)
+    samples = load_splits(config(location)).train
     expected = samples.inputs(ids)
-    monkeypatch.setattr("time.sleep", waits.append)
-
-    def reader(failing: int) -> Reader:
-        monkeypatch.setattr("app.data.parquet.filesystem_of", lambda location: (Store(failing, late), location))
-        return Reader(sent(samples), skip_unreadable=True)
-
-    batch = reader(2).__getitems__(Request(0, 0, ids, 7, 7))
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(Storage, "open", lambda storage, path, size: FailingFile(location / path))
+    monkeypatch.setattr(FailingFile, "late", late)
+    monkeypatch.setattr(FailingFile, "left", 2)
+    batch = Reader(sent(samples), skip_unreadable=True).__getitems__(Request(0, 0, ids, 7, 7))
     assert torch.equal(batch["inputs"], expected)
     assert batch["unreadable"] == []
-    assert waits == [0.5, 1.0]
-    with pytest.raises(OSError, match="SLOW_DOWN"):
-        reader(10**9).__getitems__(Request(0, 0, ids, 7, 7))
-    assert sum(waits) < 30
+    assert FailingFile.left == 0
+    monkeypatch.setattr(FailingFile, "left", math.inf)
+    monkeypatch.setattr(retry, "RETRY_S", 0.05)
+    with pytest.raises(Unavailable, match=r"reading .*0.parquet failed .*: Stale file handle"):
+        Reader(sent(samples), skip_unreadable=True).__getitems__(Request(0, 0, ids, 7, 7))
+
+
+def test_a_file_that_may_not_be_read_is_no_bad_sample(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise BadInput("--data-dir: reading s3://bucket/0.parquet was refused")
+
+    write("val", files=(6,))
+    location, ids = write(), np.arange(7)
+    samples = load_splits(config(location)).train
+    monkeypatch.setattr(Storage, "open", lambda storage, path, size: Refused(location / path))
+    with pytest.raises(OSError, match="was refused"):
+        Reader(sent(samples), skip_unreadable=True).__getitems__(Request(0, 0, ids, 7, 7))
 
 
 def sent(samples: Any) -> Any:
@@ -301,7 +312,10 @@ def test_what_cannot_be_trained_on_is_said(write: Write, tmp_path: Path) -> None
     location = write()
     cases: list[tuple[Config, str]] = [
         (config(location), "has no folder val with .parquet files"),
-        (config("nosuch://bucket/table"), "--data-dir: nosuch://bucket/table cannot be read: Unrecognized"),
+        (
+            config("nosuch://bucket/table"),
+            "--data-dir nosuch://bucket/table: give a path, file:///PATH, s3://BUCKET/PATH",
+        ),
     ]
     for settings, message in cases:
         with pytest.raises(BadInput, match=message):
@@ -328,7 +342,7 @@ def test_what_cannot_be_trained_on_is_said(write: Write, tmp_path: Path) -> None
     with pytest.raises(BadInput, match="1 empty values: it must be"):
         check_data(config(location))
     (location / "val" / "0.parquet").write_bytes(b"no table")
-    with pytest.raises(BadInput, match=r"val/0.parquet cannot be read"):
+    with pytest.raises(BadInput, match=r"val/0.parquet is damaged"):
         check_data(config(location))
 
 
@@ -385,15 +399,6 @@ def test_labels_and_images_as_polars_and_pandas_write_them(write: Write, kind: p
     assert splits.info.class_names == ("no", "yes")
     assert splits.train.labels[:4].tolist() == [0, 1, 1, 0]
     assert splits.train.inputs(np.array([3]))[0, 0, 0, 0] == 12
-
-
-def test_what_follows_a_path_in_a_uri_stays_there(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    write("val", files=(6,))
-    root, uri = write().parent, "store://table?endpoint_override=localhost:9000"
-    places = {uri: (SubTreeFileSystem(str(root), LocalFileSystem()), "table")}
-    monkeypatch.setattr("app.data.parquet.filesystem_of", lambda location: places[location])
-    check_data(config(uri))
-    assert load_splits(config(uri)).train.inputs(np.array([3]))[0, 0, 0, 0] == 12
 
 
 def test_a_damaged_sample_is_named(write: Write) -> None:

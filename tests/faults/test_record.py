@@ -16,6 +16,7 @@ import pytest
 
 from app.config_file import to_yaml
 from app.runs import step_of
+from app.storage import Storage
 from tests.faults.common import COMMANDS, free_port, slow_config, wait_until
 from tests.faults.conftest import Figures
 from tests.faults.test_tracking import mlflow_server
@@ -30,10 +31,10 @@ STEPS, EPOCH = 120, 6
 class Machine:
     """The command in a folder of its own, which is all that it has beside the store."""
 
-    def __init__(self, tmp_path: Path, name: str, tracking_uri: str):
+    def __init__(self, tmp_path: Path, root: str, name: str, tracking_uri: str):
         self.folder, self._out = tmp_path / name, tmp_path / f"{name}.txt"
         self.folder.mkdir()
-        config = slow_config(tmp_path, **LONG, tracking_uri=tracking_uri, output_dir=f"{tmp_path.as_uri()}/store")
+        config = slow_config(tmp_path, **LONG, tracking_uri=tracking_uri, output_dir=root)
         (self.folder / "settings.yaml").write_text(to_yaml(config))
         argv = [sys.executable, "-m", "app.train", "--config", "settings.yaml"]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -71,10 +72,11 @@ def metrics(database: Path) -> list[tuple[str, int]]:
         return connection.execute("SELECT key, step FROM metrics").fetchall()
 
 
-def saved(tmp_path: Path) -> int:
+def saved(root: str) -> int:
     """The step of the newest checkpoint that is whole and has a record."""
-    files = (tmp_path / "store/r/checkpoints").glob("*/record.jsonl")
-    return max((step_of(file.parent.name) for file in files if (file.parent / "manifest.json").exists()), default=0)
+    storage = Storage(f"{root}/r/checkpoints")
+    found = [name for name in storage.names("") if {"record.jsonl", "manifest.json"} <= set(storage.names(name))]
+    return max(map(step_of, found), default=0)
 
 
 def assert_each_step_once(database: Path) -> None:
@@ -87,28 +89,32 @@ def assert_each_step_once(database: Path) -> None:
 
 
 @pytest.mark.ci
-def test_a_run_resumed_on_another_machine_has_each_step_once_in_mlflow(tmp_path: Path, figures: Figures) -> None:
+def test_a_run_resumed_on_another_machine_has_each_step_once_in_mlflow(
+    tmp_path: Path, object_root: str, figures: Figures
+) -> None:
     database = tmp_path / "mlflow.db"
-    first = Machine(tmp_path, "first", f"sqlite:///{database}")
+    first = Machine(tmp_path, object_root, "first", f"sqlite:///{database}")
     delivered = lambda: max((step for key, step in metrics(database) if key == "train/loss"), default=0)  # noqa: E731
-    first.wait_until(lambda: saved(tmp_path) and delivered() > saved(tmp_path) + 4)
+    first.wait_until(lambda: saved(object_root) and delivered() > saved(object_root) + 4)
     first.lose()
-    step = saved(tmp_path)
+    step = saved(object_root)
     assert delivered() > step
-    second = Machine(tmp_path, "second", f"sqlite:///{database}")
+    second = Machine(tmp_path, object_root, "second", f"sqlite:///{database}")
     assert second.process.wait(timeout=280) == 0, second.output()
     assert f"after step {step}\n" in second.output()
     assert_each_step_once(database)
     figures("12.1 The driver's machine lost, files in an object store", "another resumes; each step once in MLflow")
 
 
-def test_records_that_mlflow_never_got_are_delivered_by_another_machine(tmp_path: Path, figures: Figures) -> None:
+def test_records_that_mlflow_never_got_are_delivered_by_another_machine(
+    tmp_path: Path, object_root: str, figures: Figures
+) -> None:
     port = free_port()
-    first = Machine(tmp_path, "first", f"http://127.0.0.1:{port}")
-    first.wait_until(lambda: saved(tmp_path) and first.recorded() > saved(tmp_path) + 4)
+    first = Machine(tmp_path, object_root, "first", f"http://127.0.0.1:{port}")
+    first.wait_until(lambda: saved(object_root) and first.recorded() > saved(object_root) + 4)
     first.lose()
     with mlflow_server(port, tmp_path):
-        second = Machine(tmp_path, "second", f"http://127.0.0.1:{port}")
+        second = Machine(tmp_path, object_root, "second", f"http://127.0.0.1:{port}")
         assert second.process.wait(timeout=280) == 0, second.output()
     assert_each_step_once(tmp_path / "server.db")
     figures("12.2 The same, and MLflow down until then", "its records are in the checkpoint; each step once in MLflow")

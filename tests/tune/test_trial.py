@@ -4,7 +4,6 @@ import errno
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,10 @@ from app.data.splits import Splits
 from app.errors import TrainingFailed, Unavailable
 from app.runs import resolved, tracking_directory
 from app.spool import read_records
+from app.storage import Storage
 from tests.common import Failing
 from tests.integration.test_fit import config as tiny
+from tests.stores import environment
 from tune.ledger import Trial
 from tune.tracker import SweepTracker
 from tune.trial import FILES, SweepTrial, Task
@@ -99,9 +100,12 @@ def test_a_clone_goes_on_with_the_donors_weights_and_its_own_settings(task: Task
     assert donor.step()["validation"]["step"] == 18
 
 
-def test_a_clone_in_an_object_store_has_a_record_of_its_own(task: Task, trial: Make, tmp_path: Path) -> None:
-    root = f"{tmp_path.as_uri()}/store/s"
-    tracker = ray.remote(SweepTracker).options(num_cpus=0).remote(f"{tmp_path}/tracking", root, None, "evenkeel", "s")  # type: ignore[attr-defined]  # ray's stubs
+def test_a_clone_in_an_object_store_has_a_record_of_its_own(
+    task: Task, trial: Make, tmp_path: Path, moto: str, object_root: str
+) -> None:
+    root = f"{object_root}/s"
+    options: Any = {"num_cpus": 0, "runtime_env": {"env_vars": environment(moto)}}
+    tracker = ray.remote(SweepTracker).options(**options).remote(f"{tmp_path}/tracking", root, None, "evenkeel", "s")  # type: ignore[attr-defined]  # ray's stubs
     task = replace(task, root=root, tracker=tracker, mutates=True)
     donor, clone = trial(task, 0, lr=0.02), trial(task, 1, lr=0.001)
     donor.step()
@@ -109,10 +113,11 @@ def test_a_clone_in_an_object_store_has_a_record_of_its_own(task: Task, trial: M
     donor.save_checkpoint(str(tmp_path / "handed"))
     clone.reset_config({"number": 1, "lr": 1e-12})
     clone.load_checkpoint(str(tmp_path / "handed"))
-    (name,) = os.listdir(tmp_path / "store" / "s" / "trial-0001" / "checkpoints")
-    folder = tmp_path / "store" / "s" / "trial-0001" / "checkpoints" / name
-    assert problem_with(folder) is None
-    header, *records = map(json.loads, (folder / "record.jsonl").read_text().splitlines())
+    checkpoints = Storage(f"{root}/trial-0001/checkpoints")
+    (name,) = checkpoints.names("")
+    with checkpoints.local_folder(name) as folder:
+        assert problem_with(folder) is None
+        header, *records = map(json.loads, (folder / "record.jsonl").read_text().splitlines())
     assert (header["run"], header["last_steps"]["val/loss"]) == ("trial-0001", 6)
     assert records[-1]["kind"] == "go_back"
 
