@@ -92,7 +92,7 @@ def train_loop_per_worker(task: dict[str, Any]) -> Outcome:
             # starts return at once with this message.
             reporter.fail(plain_message(error), 2 if isinstance(error, BadInput) else 1)
             raise
-        except (MemoryError, torch.OutOfMemoryError) as error:  # the same work again would need as much
+        except (MemoryError, torch.OutOfMemoryError) as error:  # the next workers compute fewer samples at a time
             reporter.out_of_memory(str(error) or type(error).__name__)
             raise
         except Exception:  # of the user's own code or a lost connection: told, and raised for Ray Train to start anew

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow's and alembic's own
 
 # Forks children that create a database and are killed at moments spread over the time that it takes; of each, two more
 # see whether MLflow opens what is left: as it is, if it is there, and after another try to create it.
-KILLS = 8
+KILLS = 5
 KILLER = """
 import logging, os, signal, sys, time
 import mlflow, mlflow.store.db.utils, mlflow.store.tracking.sqlalchemy_store

@@ -76,7 +76,7 @@ def user_bits(settings: dict, stop_at: int | None = None) -> list[tuple[list[flo
     return bits_of(splits, build, stop_at)
 
 
-@pytest.mark.parametrize("settings", [{}, {"sampler": "balanced", "mixup": 0.3}, {"grad_accumulation": 2}])
+@pytest.mark.parametrize("settings", [{}, {"sampler": "balanced", "mixup": 0.3}, {"micro_batch_size": 3}])
 def test_users_random_numbers_are_the_same_in_every_run(settings: dict) -> None:
     settings = {"loader_workers": 0, **settings}
     whole = user_bits(settings)

@@ -279,8 +279,13 @@ def whole_and_resumed(name: str, data_dir: str, stop_at: int) -> list:
     ]
 
 
+LARGER = (pytest.mark.slow, pytest.mark.ci)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("mnist-cnn", "text-lstm") else LARGER) for name in NETWORKS]
+)
 def test_any_number_of_ranks_resumes_bit_by_bit(name: str, world_size: int, tmp_path: Path) -> None:
     words = [" ".join(f"w{number * place % 41}" for place in range(3 + number % 25)) for number in range(60)]
     (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"{text},c{len(text) % 3}\n" for text in words))

@@ -153,7 +153,7 @@ def test_a_stale_file_handle_at_resume(sixteen_steps: Path, tmp_path: Path, figu
     assert (exit_code, summary["step"]) == (0, 20), run.output()
     assert run.steps_lost(16, run.output()) == 0
     assert [step for step, _, _ in run.losses()] == list(range(1, 21))
-    figures("27. A stale file handle while checkpoints are read", "read again; resumes from the newest one", 0)
+    figures("32. A stale file handle while checkpoints are read", "read again; resumes from the newest one", 0)
 
 
 def test_a_disk_that_does_not_take_a_checkpoint_for_longer_than_the_retries(tmp_path: Path, figures: Figures) -> None:
@@ -167,9 +167,7 @@ def test_a_disk_that_does_not_take_a_checkpoint_for_longer_than_the_retries(tmp_
     assert "Input/output error" in run.output()
     assert [step for step, _, _ in run.losses()] == list(range(1, 17))
     recovery = run.seconds_to_step_after(8, since.stat().st_mtime)
-    figures(
-        "28. A disk that answers EIO for 40 s while saving", "the attempt fails and is repeated", None, None, recovery
-    )
+    figures("33. EIO for 40 s while saving", "the attempt fails and is repeated", None, None, recovery)
 
 
 @pytest.mark.ci

@@ -120,6 +120,8 @@ def test_a_failure_is_counted_and_the_training_goes_on_from_its_checkpoint(tmp_p
     assert_same_run(run, undisturbed)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_after_out_of_memory_it_continues_with_smaller_micro_batches(
     tmp_path: Path, undisturbed: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
