@@ -64,7 +64,7 @@ def command(folder: Path, *words: str) -> tuple[int, str]:
 
 def result(folder: Path, root: str) -> tuple[list[tuple[int, float]], dict[str, str]]:
     """The losses of all steps, and the SHA-256 of the weights of all checkpoints that are kept."""
-    tracking = Path(root) / "r" / "tracking" if "://" not in root else folder / "runs" / "r" / "tracking"
+    [tracking] = (Path(root) / "r" if "://" not in root else folder / "runs" / "r").glob("tracking*")
     records = [record for record, _ in read_records(tracking, 0) if record["kind"] == "metrics"]
     losses = [(r["step"], r["values"]["train/loss"]) for r in records if "train/loss" in r["values"]]
     storage, weights = Storage(f"{root}/r/checkpoints"), {}

@@ -166,8 +166,7 @@ def test_a_disk_that_does_not_take_a_checkpoint_for_longer_than_the_retries(tmp_
     assert "a checkpoint could not be saved to" in run.output()
     assert "Input/output error" in run.output()
     assert [step for step, _, _ in run.losses()] == list(range(1, 17))
-    recovery = run.seconds_to_step_after(8, since.stat().st_mtime)
-    figures("33. EIO for 40 s while saving", "the attempt fails and is repeated", None, None, recovery)
+    figures("33. EIO for 40 s while saving", "retried for 30 s, then the attempt fails and is repeated; same curve")
 
 
 @pytest.mark.ci
