@@ -98,11 +98,11 @@ class Reporter:
     def alive(self) -> None:
         """Record a step: to be called more often than every hang_timeout_s, from the first step on. Raises Left."""
         self._refuse_left()
-        self._is_training = True
         self._watchdog.step()
 
-    def beat(self) -> None:
-        """Record a sign of life of the setup."""
+    def begin_training(self) -> None:
+        """Record that the first step is about to be computed: the setup's last sign of life."""
+        self._is_training = True
         self._watchdog.beat()
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -172,7 +172,7 @@ def run(
             stop = partial(asked_to_stop, reporter, clock)
             steps = train(training, train_loader, stop, reporter.unreadable, position.bad_samples)
         phases("a worker has its model")
-        reporter.beat()
+        reporter.begin_training()
         try:
             for result in steps:
                 if not train_seconds:
