@@ -224,7 +224,11 @@ class CheckpointWriter:
             self._delete([name for name in checkpoint_names(self._storage) if step_of(name) > step])
 
     def _prune(self, best: str) -> None:
-        names = checkpoint_names(self._storage)
+        try:
+            names = checkpoint_names(self._storage)
+        except (OSError, BadInput, Unavailable) as error:
+            self._warn(f"old checkpoints in {self._storage.root} could not be listed: {describe(error)}")
+            return
         newest = [name for name in names if name != best][-(self._config.keep_checkpoints - (best in names)) :]
         self._delete([name for name in names if name != best and name not in newest])
 
@@ -233,7 +237,7 @@ class CheckpointWriter:
         for name in names:
             try:
                 self._storage.delete_folder(name)
-            except (OSError, Unavailable) as error:
+            except (OSError, BadInput, Unavailable) as error:
                 self._warn(f"{self._storage.uri(name)} could not be deleted: {describe(error)}")
 
 

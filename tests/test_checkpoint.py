@@ -248,6 +248,21 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path, monkey
     assert checkpoint_names(storage) == ["checkpoint-000000003", "checkpoint-000000004"]
 
 
+@pytest.mark.parametrize("method", ["names", "delete_folder"])
+def test_a_store_that_refuses_to_prune_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    storage, warnings = Storage(str(tmp_path)), []
+    write(storage, 1, 2)
+    network, optimizer = trained()
+    denied = BadInput("--output-dir s3://bucket/runs: access denied")
+    monkeypatch.setattr(Storage, method, Failing(getattr(Storage, method), [denied]))
+    with CheckpointWriter(storage, Config(), INFO, warn=warnings.append) as writer:
+        writer.save(Position(3), network, optimizer)
+    assert [warning.endswith("access denied") for warning in warnings] == [True]
+    assert find_good(storage, print) == "checkpoint-000000003"
+
+
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     network, optimizer = trained()
