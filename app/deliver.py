@@ -180,7 +180,7 @@ def deliver(directory: Path, target: Target, event: Callable[[str], None] = prin
 
     A record that was sent but not noted as sent is sent again, with the same time and step, which MLflow stores
     once. Another machine may have computed and sent the same steps before it was lost: metrics that MLflow already
-    had when this process came to it are left out. A record that is refused is said and passed over: it must not
+    had when this process came to it are left out. A record that MLflow refuses is reported and skipped: it must not
     block those behind it.
     """
     client, run_id = target.connect()

@@ -70,7 +70,7 @@ class Progress:
     """Where the run stands; live is None while no worker trains. events: those that were not seen yet, of
     events_seen in all; validations likewise. nodes: the ids of those that workers run on. failures: times
     that workers were lost. epochs: where it stood at each end of an epoch that was not seen yet, of epochs_seen in all.
-    stop: what was asked for. hung: what is said of a training in the driver's process that hangs."""
+    stop: what was asked for. hung: the message about a training in the driver's process that hangs."""
 
     live: Live | None
     events: list[str]
